@@ -1,0 +1,215 @@
+"""The harness: every decoder on the same prompts, interleaved in one process, always beside plain decoding (`ar`).
+
+Order rotates from batch to batch so that no decoder always runs on a warm or a throttled machine. Turn 2 of a
+conversation follows the answer that `ar` gave to turn 1, so that all decoders see the same prompts.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from data_prep.loops import is_loop
+from data_prep.prompts import Prompt
+from eval import lossless, report, results, tune
+from eval.decode import Decoded, RowResult, Settings, decode
+from eval.matrix import SuccessorMatrix
+from eval.outcome import Outcome, disjoint, encode, flag_loops, longest_prompt, new_matrix, row_seed, warmup_prompts
+from eval.plan import Entry, check_settings, describe, plan, settings_of, warm_prompts
+from models.eagle3 import Eagle3
+from models.target import Target
+from recipes.schema import Recipe, UserError
+
+Decode = Callable[..., Decoded]
+UNTIMED_BATCH = 16  # rows of a batch where only tau is wanted
+FIRST_TOKENS = 16  # of the untimed first run of each decoder
+
+
+@dataclass
+class Bench:
+    """What stays fixed while the prompts go by, and what they leave behind."""
+
+    recipe: Recipe
+    target: Target
+    drafter: Eagle3 | None
+    entries: list[Entry]
+    decode: Decode
+    matrices: dict[str, SuccessorMatrix] = field(default_factory=dict)
+    outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def limit(self) -> int:
+        return longest_prompt(self.target, self.recipe.eval)
+
+    def run(self, settings: Settings, batch: list[list[int]], seeds: list[int], matrix: SuccessorMatrix | None) -> Decoded:
+        drafter = None if settings.decoder == "ar" else self.drafter
+        return self.decode(self.target, drafter, batch, settings, matrix=matrix, seeds=seeds)
+
+    def matrix_of(self, entry: Entry) -> SuccessorMatrix | None:
+        """The matrix in the state that the entry asks for: fresh, or what earlier prompts have left."""
+        return new_matrix(self.target) if entry.matrix == "cold" else self.matrices.get(entry.label)
+
+    def seed(self, name: str, turn: int) -> int:
+        return row_seed(self.recipe.eval.seed, name, turn)
+
+
+def evaluate(
+    recipe: Recipe,
+    target: Target,
+    drafter: Eagle3 | None,
+    prompts: Sequence[Prompt],
+    out: Path | None = None,
+    *,
+    warmup: Sequence[Prompt] | None = None,
+    tuned: dict[str, Any] | None = None,
+    drafter_name: str = "",
+    load_fp32: Callable[[], Target] | None = None,
+    decode: Decode = decode,
+) -> list[dict[str, Any]]:
+    """Run every decoder of the recipe on `prompts`; returns one results.json dict a decoder, `ar` first.
+
+    `warmup` prompts (default: some that ship with Espalier) warm the matrix and serve the tuner; those that are also
+    measured are left out. `tuned` is a tuned.json; with eval.tune and none given, tuning comes first. With `out`, the
+    results, report.md, plots and tuned.json are written there. `load_fp32` gives the target in float32, for the lossless
+    check of a run in another dtype.
+    """
+    check_settings(recipe)
+    if not prompts:
+        raise UserError("no prompts to evaluate. Give prompts=FILE.jsonl with at least one line")
+    spare = disjoint(warmup if warmup is not None else warmup_prompts(), prompts)
+    with lossless.exact_matmul(target):
+        if recipe.eval.tune and tuned is None and drafter is not None:
+            tuned = tune.tune(recipe, target, drafter, spare, decode=decode)
+        bench = Bench(recipe, target, drafter, plan(recipe, tuned, drafter is not None), decode)
+        announce(bench, len(prompts))
+        warm_up(bench, spare)
+        measure(bench, prompts)
+        if not bench.outcomes["ar"]:
+            raise UserError(f"every prompt is longer than {bench.limit} tokens. Raise eval.max_prompt or lower eval.max_new_tokens")
+        flag_loops(bench.outcomes)
+        checks = lossless.check(bench, load_fp32)
+    tables = results.build(bench, checks, tuned, drafter_name)
+    if out is not None:
+        report.write(tables, tuned, out)
+    report.summary(tables, out)
+    return tables
+
+
+def validation_tau(
+    recipe: Recipe, target: Target, drafter: Eagle3, prompts: Sequence[Prompt], *, decode: Decode = decode
+) -> float:
+    """Greedy chain tau on the first turns of validation prompts, looping answers left out, in batches of 16."""
+    settings = settings_of("chain", recipe.eval, temperature=0.0, top_p=1.0, top_k=0)
+    encoded = [encode(target, recipe, prompt) for prompt in prompts]
+    fitting = sorted((ids for ids in encoded if len(ids) <= longest_prompt(target, recipe.eval)), key=len)
+    rows: list[RowResult] = []
+    for start in range(0, len(fitting), UNTIMED_BATCH):
+        batch = fitting[start : start + UNTIMED_BATCH]
+        rows += decode(target, drafter, batch, settings, matrix=None, seeds=[0] * len(batch)).rows
+    kept = [row for row in rows if not is_loop(row.tokens)] or rows
+    rounds = sum(row.rounds for row in kept)
+    return sum(row.emitted for row in kept) / rounds if rounds else 1.0
+
+
+def announce(bench: Bench, prompts: int) -> None:
+    """Print what will be measured, max_new_tokens included, before the minutes pass."""
+    e = bench.recipe.eval
+    print(
+        f"evaluating {prompts} prompts: max_new_tokens {e.max_new_tokens}, temperature {e.temperature:g}, top_p {e.top_p:g}, "
+        f"top_k {e.top_k}, seed {e.seed}, batch {e.batch_size}, prompts up to {bench.limit} tokens"
+    )
+    for entry in bench.entries:
+        state = f", matrix {entry.matrix}" if entry.matrix else ""
+        print(f"  {entry.label}: {describe(entry.settings)}{state}{'' if entry.timed else ' (tau only, not timed)'}")
+
+
+def warm_up(bench: Bench, spare: Sequence[Prompt]) -> None:
+    """Feed the matrices, then one short untimed run of each timed decoder, so that no first-call cost is measured."""
+    encoded = [encode(bench.target, bench.recipe, prompt) for prompt in spare]
+    encoded = [ids for ids in encoded if len(ids) <= bench.limit]
+    wanted = max((warm_prompts(entry.matrix) for entry in bench.entries), default=0)
+    if wanted > len(encoded):
+        raise UserError(
+            f"eval.matrix asks for {wanted} warm-up prompts, but only {len(encoded)} are at hand that are not measured. "
+            f"Use eval.matrix=warm-{len(encoded)} or carried"
+        )
+    for entry in bench.entries:
+        if entry.matrix and entry.matrix != "cold":
+            bench.matrices[entry.label] = matrix = new_matrix(bench.target)
+            batch = encoded[: warm_prompts(entry.matrix)]
+            if batch:
+                bench.run(entry.settings, batch, [bench.recipe.eval.seed] * len(batch), matrix)
+    for entry in bench.entries:
+        if entry.timed and encoded:
+            batch = [encoded[-1]] * bench.recipe.eval.batch_size
+            short = replace(entry.settings, max_new_tokens=min(FIRST_TOKENS, entry.settings.max_new_tokens))
+            bench.run(short, batch, [0] * len(batch), new_matrix(bench.target) if entry.matrix else None)
+
+
+def measure(bench: Bench, prompts: Sequence[Prompt]) -> None:
+    """All timed decoders interleaved over batches of prompts, then the untimed ones in larger batches."""
+    bench.outcomes = {entry.label: [] for entry in bench.entries}
+    timed = [entry for entry in bench.entries if entry.timed]
+    size = bench.recipe.eval.batch_size
+    columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TextColumn("prompts"), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("{task.fields[now]}")) as progress:
+        task = progress.add_task("", total=len(prompts), now="")
+        for number, start in enumerate(range(0, len(prompts), size)):
+            batch = prompts[start : start + size]
+            measure_batch(bench, timed, batch, number)
+            progress.update(task, advance=len(batch), now=_so_far(bench, timed[-1].label))
+    for entry in bench.entries:
+        if not entry.timed:
+            measure_tau(bench, entry)
+
+
+def measure_batch(bench: Bench, entries: list[Entry], prompts: Sequence[Prompt], number: int) -> None:
+    """One batch of prompts through its turns; the order of decoders is rotated by the batch's number."""
+    histories: list[list[str]] = [[] for _ in prompts]
+    fresh = {e.label: [Outcome(p.id, p.category, number) for p in prompts] for e in entries}
+    matrices = {e.label: bench.matrix_of(e) for e in entries}  # a cold one serves the turns of this batch
+    alive = list(range(len(prompts)))
+    for turn in range(max(len(p.turns) for p in prompts)):
+        alive = [i for i in alive if turn < len(prompts[i].turns)]
+        ids = {i: encode(bench.target, bench.recipe, prompts[i], histories[i]) for i in alive}
+        for i in alive:
+            if len(ids[i]) > bench.limit:
+                row = {"id": prompts[i].id, "turn": turn + 1, "tokens": len(ids[i]), "limit": bench.limit}
+                bench.skipped.append(row)
+        alive = [i for i in alive if len(ids[i]) <= bench.limit]
+        if not alive:
+            break
+        seeds = [bench.seed(prompts[i].id, turn) for i in alive]
+        for k in range(len(entries)):
+            entry = entries[(k + number) % len(entries)]
+            decoded = bench.run(entry.settings, [ids[i] for i in alive], seeds, matrices[entry.label])
+            for i, row in zip(alive, decoded.rows, strict=True):
+                fresh[entry.label][i].add(ids[i], row, decoded)
+        for i in alive:
+            histories[i].append(bench.target.tokenizer.decode(fresh["ar"][i].outputs[-1], skip_special_tokens=True))
+    for label, outcomes in fresh.items():
+        bench.outcomes[label] += [outcome for outcome in outcomes if outcome.outputs]
+
+
+def measure_tau(bench: Bench, entry: Entry) -> None:
+    """The same prompts (all turns, as `ar` saw them) in batches, for tau and outputs alone."""
+    base = bench.outcomes["ar"]
+    outcomes = [Outcome(o.id, o.category, o.batch) for o in base]
+    work = [(i, turn, ids) for i, o in enumerate(base) for turn, ids in enumerate(o.prompts)]
+    work.sort(key=lambda item: (item[1], len(item[2])))  # turns stay in order; rows of a batch are about as long
+    for start in range(0, len(work), UNTIMED_BATCH):
+        part = work[start : start + UNTIMED_BATCH]
+        seeds = [bench.seed(base[i].id, turn) for i, turn, _ in part]
+        decoded = bench.run(entry.settings, [ids for _, _, ids in part], seeds, bench.matrix_of(entry))
+        for (i, _, ids), row in zip(part, decoded.rows, strict=True):
+            outcomes[i].add(ids, row, decoded)
+    bench.outcomes[entry.label] = outcomes
+
+
+def _so_far(bench: Bench, label: str) -> str:
+    rows = bench.outcomes[label]
+    rounds = sum(o.rounds for o in rows)
+    return f"{label} tau {sum(o.emitted for o in rows) / rounds:.2f}" if rounds else ""

@@ -1,0 +1,222 @@
+"""Is the output the target's own? Token for token, with near-ties proven before they are excused.
+
+Greedy decoding is compared with `ar`, and `ar` with transformers' generate on the same model. Two correct programs may
+part where the two best logits are closer than the rounding of their sums; such a divergence is excused only where both
+tokens are within 1e-4 of the best logit in the run's own dtype and again when the prefix is re-scored in float64 (the
+norms of transformers compute in float32 whatever the dtype, so that gap is good to about 1e-6).
+"""
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from eval.outcome import Outcome
+from models.target import Target
+
+if TYPE_CHECKING:
+    from eval.harness import Bench
+
+NEAR_TIE = 1e-4
+SPEED_PROMPTS = 2  # on which transformers' generate is timed against `ar`
+
+
+@dataclass
+class Tally:
+    """Counts over prompts; a prompt is near_tie when it differs and every difference is excused."""
+
+    checked: int = 0
+    identical: int = 0
+    near_ties: int = 0
+    diverged: list[str] = field(default_factory=list)  # prompt ids
+
+    def add(self, name: str, verdict: str) -> None:
+        self.checked += 1
+        self.identical += verdict == "identical"
+        self.near_ties += verdict == "near_tie"
+        if verdict == "diverged":
+            self.diverged.append(name)
+
+    def record(self) -> dict[str, Any]:
+        return {
+            "checked": self.checked,
+            "identical": self.identical,
+            "near_ties": self.near_ties,
+            "diverged": self.diverged,
+        }
+
+
+class Referee:
+    """Judges the first place where two greedy outputs part."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.double: Any = None  # made when first needed
+
+    def compare(self, prompt: list[int], reference: list[int], candidate: list[int]) -> str:
+        """identical | near_tie | diverged."""
+        if reference == candidate:
+            return "identical"
+        shorter = min(len(reference), len(candidate))
+        place = next((i for i in range(shorter) if reference[i] != candidate[i]), shorter)
+        if place == shorter:
+            return "diverged"  # the same tokens, but one of the two goes on
+        prefix, pair = prompt + reference[:place], [reference[place], candidate[place]]
+        near = self._gap(self.model, prefix, pair) < NEAR_TIE and self._gap(self._in_double(), prefix, pair) < NEAR_TIE
+        return "near_tie" if near else "diverged"
+
+    @torch.no_grad()
+    def _gap(self, model: Any, prefix: list[int], pair: list[int]) -> float:
+        """How far the worse of two tokens is below the best logit after `prefix`."""
+        ids = torch.tensor([prefix], device=model.device)
+        logits = model(input_ids=ids, use_cache=False).logits[0, -1].double()
+        return float(logits.max() - logits[pair].min())
+
+    def _in_double(self) -> Any:
+        if self.double is None:
+            try:
+                self.double = copy.deepcopy(self.model).double()
+            except torch.OutOfMemoryError:
+                self.double = copy.deepcopy(self.model).cpu().double()
+        return self.double
+
+
+@contextmanager
+def exact_matmul(target: Target) -> Iterator[None]:
+    """TF32 off while a float32 target runs: losslessness is defined without it."""
+    if target.dtype != torch.float32 or not torch.cuda.is_available():
+        yield
+        return
+    before = (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def check(bench: "Bench", load_fp32: Callable[[], Target] | None = None) -> dict[str, Any]:
+    """All checks of a finished run; verdicts are also left on the outcomes. Nothing to check at T > 0 or lossless = -1.
+
+    Every decoder is compared with `ar` on every prompt (their outputs are at hand), `ar` with generate on
+    `eval.lossless` prompts (0 = all). A run in another dtype than float32 repeats both in float32, when `load_fp32` is given.
+    """
+    e = bench.recipe.eval
+    if e.lossless < 0:
+        return {}
+    checks: dict[str, Any] = {"dtype": _name(bench.target.dtype), "speed": time_generate(bench)}
+    if e.temperature == 0:
+        referee = Referee(bench.target.model)
+        checks["decoders"] = compare_decoders(referee, bench.outcomes)
+        checks["generate"] = compare_generate(referee, bench, bench.target)
+        if bench.target.dtype != torch.float32 and load_fp32 is not None:
+            checks["float32"] = check_fp32(bench, load_fp32())
+        _shout(checks)
+    return checks
+
+
+def compare_decoders(referee: Referee, outcomes: dict[str, list[Outcome]]) -> dict[str, Any]:
+    """{label: counts} of every decoder against `ar`, prompt by prompt."""
+    base = {o.id: o for o in outcomes["ar"]}
+    table = {}
+    for label, rows in outcomes.items():
+        tally = Tally()
+        for outcome in rows:
+            reference = base[outcome.id]
+            turns = zip(reference.prompts, reference.outputs, outcome.outputs, strict=True)
+            outcome.verdict = worst([referee.compare(*turn) for turn in turns])
+            tally.add(outcome.id, outcome.verdict)
+        table[label] = tally.record()
+    return table
+
+
+def compare_generate(referee: Referee, bench: "Bench", target: Target) -> dict[str, Any]:
+    """Counts of `ar` against transformers' generate, on the first `eval.lossless` prompts."""
+    tally = Tally()
+    e = bench.recipe.eval
+    for outcome in bench.outcomes["ar"][: e.lossless or None]:
+        pairs = zip(outcome.prompts, outcome.outputs, strict=True)
+        verdicts = [referee.compare(ids, generate(target, ids, e.max_new_tokens), tokens) for ids, tokens in pairs]
+        tally.add(outcome.id, worst(verdicts))
+    return tally.record()
+
+
+def check_fp32(bench: "Bench", target: Target) -> dict[str, Any]:
+    """Decode again in float32 on `eval.lossless` prompts, every decoder, and compare as above."""
+    e = bench.recipe.eval
+    drafter = copy.deepcopy(bench.drafter).float() if bench.drafter is not None else None
+    rows = [(o, turn, ids) for o in bench.outcomes["ar"][: e.lossless or None] for turn, ids in enumerate(o.prompts)]
+    outcomes: dict[str, list[Outcome]] = {entry.label: [] for entry in bench.entries}
+    with exact_matmul(target):
+        for entry in bench.entries:
+            for base, turn, ids in rows:
+                helper = None if entry.settings.decoder == "ar" else drafter
+                matrix, seeds = bench.matrix_of(entry), [bench.seed(base.id, turn)]
+                decoded = bench.decode(target, helper, [ids], entry.settings, matrix=matrix, seeds=seeds)
+                outcome = Outcome(f"{base.id}, turn {turn + 1}", base.category, base.batch)
+                outcome.add(ids, decoded.rows[0], decoded)
+                outcomes[entry.label].append(outcome)
+        referee = Referee(target.model)
+        table = {"decoders": compare_decoders(referee, outcomes)}
+        tally = Tally()
+        for outcome in outcomes["ar"]:
+            theirs = generate(target, outcome.prompts[0], e.max_new_tokens)
+            tally.add(outcome.id, referee.compare(outcome.prompts[0], theirs, outcome.outputs[0]))
+        table["generate"] = tally.record()
+    return table
+
+
+def worst(verdicts: list[str]) -> str:
+    for verdict in ("diverged", "near_tie"):
+        if verdict in verdicts:
+            return verdict
+    return "identical"
+
+
+def generate(target: Target, ids: list[int], max_new_tokens: int) -> list[int]:
+    """transformers' own greedy answer, end token included; the model's generation defaults are set aside."""
+    from transformers import GenerationConfig
+
+    prompt = torch.tensor([ids], device=target.device)
+    ends = sorted(target.eos_ids)
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0
+    )
+    with torch.no_grad():
+        answer = target.model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
+    return [int(token) for token in answer[0, len(ids) :]]
+
+
+def time_generate(bench: "Bench") -> dict[str, Any]:
+    """Tokens/s of `ar` and of transformers' generate, prefill included, in turn on the same prompts at batch 1."""
+    entry = next(entry for entry in bench.entries if entry.label == "ar")
+    prompts = [o.prompts[0] for o in bench.outcomes["ar"][:SPEED_PROMPTS]]
+    tokens = {"ar": 0, "generate": 0}
+    seconds = {"ar": 0.0, "generate": 0.0}
+    generate(bench.target, prompts[0], 2)
+    for ids in prompts:
+        start = time.perf_counter()
+        tokens["ar"] += len(bench.run(entry.settings, [ids], [0], None).rows[0].tokens)
+        middle = time.perf_counter()
+        tokens["generate"] += len(generate(bench.target, ids, entry.settings.max_new_tokens))
+        seconds["ar"] += middle - start
+        seconds["generate"] += time.perf_counter() - middle
+    return {"prompts": len(prompts), **{f"{k}_tokens_per_s": tokens[k] / max(seconds[k], 1e-9) for k in tokens}}
+
+
+def _shout(checks: dict[str, Any]) -> None:
+    """Say loudly what is not the target's own output."""
+    exact = checks if checks["dtype"] == "float32" else checks.get("float32", {})
+    tables = {**exact.get("decoders", {}), "ar against transformers' generate": exact.get("generate", {"diverged": []})}
+    for label, counts in tables.items():
+        if counts["diverged"]:
+            names = ", ".join(counts["diverged"][:8])
+            print(f"\n*** NOT LOSSLESS: {label} differs on {len(counts['diverged'])} prompts in float32: {names} ***\n", flush=True)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,101 @@
+"""What one decoder did on one prompt, and how prompts become token ids. No decoder is run here."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from data_prep.loops import is_loop
+from data_prep.prompts import SHIPPED, Prompt, read_file
+from data_prep.template import prompt_ids
+from eval.decode import Decoded, RowResult
+from eval.matrix import SuccessorMatrix
+from models.target import Target
+from recipes.schema import EvalConfig, Recipe
+
+STAGES = ("draft", "retrieve", "verify", "accept", "cache")  # where a round's time goes
+SPARE_POSITIONS = 16  # a tree reaches this far past the last token, at most
+
+
+@dataclass
+class Outcome:
+    """One decoder on one prompt, summed over its turns. Seconds and batch rounds are this prompt's share of its batch."""
+
+    id: str
+    category: str
+    batch: int
+    tokens: int = 0
+    rounds: int = 0
+    emitted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    batch_rounds: float = 0.0
+    stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    offered: Counter[int] = field(default_factory=Counter)
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    sources: Counter[str] = field(default_factory=Counter)
+    stops: Counter[str] = field(default_factory=Counter)
+    prompts: list[list[int]] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)
+    loop: bool = False
+    verdict: str = ""  # identical | near_tie | diverged, against `ar`; greedy only
+
+    def add(self, ids: list[int], row: RowResult, decoded: Decoded) -> None:
+        """Count one turn: `row` of the batch `decoded`, answered after the prompt `ids`."""
+        total = sum(r.rounds for r in decoded.rows)
+        share = row.rounds / total if total else 1.0 / len(decoded.rows)
+        self.tokens += len(row.tokens)
+        self.rounds += row.rounds
+        self.emitted += row.emitted
+        self.accepted += row.accepted
+        self.seconds += decoded.decode_seconds * share
+        self.prefill_seconds += decoded.seconds.get("prefill", 0.0) / len(decoded.rows)
+        self.batch_rounds += decoded.rounds_total * share
+        for stage in STAGES:
+            self.stage_seconds[stage] += decoded.seconds.get(stage, 0.0) * share
+        self.offered.update(dict(enumerate(row.positions_offered)))
+        self.accepted_at.update(dict(enumerate(row.positions_accepted)))
+        self.sources.update(row.sources)
+        self.stops.update(row.stages)
+        self.prompts.append(ids)
+        self.outputs.append(row.tokens)
+
+
+def flag_loops(outcomes: dict[str, list[Outcome]]) -> None:
+    """A prompt is flagged when any decoder's answer to it loops: one set of prompts for every row of the table."""
+    looping = {o.id for rows in outcomes.values() for o in rows if any(is_loop(tokens) for tokens in o.outputs)}
+    for rows in outcomes.values():
+        for outcome in rows:
+            outcome.loop = outcome.id in looping
+
+
+def encode(target: Target, recipe: Recipe, prompt: Prompt, answers: Sequence[str] = ()) -> list[int]:
+    """Token ids of the conversation up to the turn after `answers`, ready for the target to answer."""
+    return prompt_ids(target.tokenizer, prompt.messages(answers), recipe.target.template_args)
+
+
+def longest_prompt(target: Target, e: EvalConfig) -> int:
+    """The longest prompt that leaves room for an answer and for the tree that hangs off its last token."""
+    return min(e.max_prompt, target.max_positions - e.max_new_tokens - SPARE_POSITIONS)
+
+
+def warmup_prompts() -> list[Prompt]:
+    """Prompts that ship with Espalier to warm the matrix and serve the tuner; they are never measured."""
+    return read_file(SHIPPED / "warmup.jsonl")
+
+
+def disjoint(spare: Sequence[Prompt], measured: Sequence[Prompt]) -> list[Prompt]:
+    """The spare prompts of whose questions none is measured."""
+    seen = {turn.strip() for prompt in measured for turn in prompt.turns}
+    return [prompt for prompt in spare if not any(turn.strip() in seen for turn in prompt.turns)]
+
+
+def new_matrix(target: Target) -> SuccessorMatrix:
+    return SuccessorMatrix(target.vocab_size, device=target.device)
+
+
+def row_seed(seed: int, name: str, turn: int) -> int:
+    """A seed of the prompt alone, whatever its place or its batch."""
+    digest = hashlib.sha256(f"{seed}:{name}:{turn}".encode()).digest()
+    return int.from_bytes(digest[:4], "big")

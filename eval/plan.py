@@ -1,0 +1,131 @@
+"""What an evaluation runs: the recipe's settings checked, and one Entry for each decoder of the table."""
+
+import difflib
+import re
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from eval.decode import Settings
+from recipes.schema import EvalConfig, Recipe, UserError
+
+DECODERS = ("ar", "chain", "eagle", "graft")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of the table: a decoder with its settings, and for `graft` the state its successor matrix starts from."""
+
+    label: str
+    settings: Settings
+    matrix: str = ""  # "" (no matrix) | cold | carried | warm-N
+    timed: bool = True  # False: run in batches for tau alone
+
+
+def check_settings(recipe: Recipe) -> None:
+    """Refuse settings that no decoder can honour. Needs neither weights nor prompts."""
+    e = recipe.eval
+    _require(e.temperature >= 0, "eval.temperature", e.temperature, "0 or more (0 = greedy)")
+    _require(0 < e.top_p <= 1, "eval.top_p", e.top_p, "above 0 and at most 1 (1 = off)")
+    _require(e.top_k >= 0, "eval.top_k", e.top_k, "0 or more (0 = off)")
+    for key in ("depth", "branch", "nodes", "chain_length", "max_new_tokens", "batch_size", "max_prompt"):
+        value = getattr(e, key)
+        _require(value >= 1, f"eval.{key}", value, "1 or more")
+    _require(e.limit >= 0, "eval.limit", e.limit, "0 (all prompts) or more")
+    _require(all(0 <= gate <= 1 for gate in e.gates), "eval.gates", list(e.gates), "probabilities from 0 to 1")
+    _require(len(e.gates) <= 3, "eval.gates", list(e.gates), "at most three: after draft depths 1, 2 and 6")
+    names = [recipe.decoder] if recipe.decoder else list(e.decoders)
+    where = "decoder" if recipe.decoder else "eval.decoders"
+    _require(bool(names), where, names, f"at least one of {', '.join(DECODERS)}")
+    for name in names:
+        if name not in DECODERS:
+            near = difflib.get_close_matches(name, DECODERS, n=1, cutoff=0.3)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise UserError(f"{where}: no decoder {name!r}.{hint} Known: {', '.join(DECODERS)}")
+    warm_prompts(e.matrix)
+
+
+def warm_prompts(matrix: str) -> int:
+    """N of `warm-N`; 0 for `cold` and `carried`. Anything else is refused."""
+    if matrix in ("", "cold", "carried"):
+        return 0
+    found = re.fullmatch(r"warm-(\d+)", matrix)
+    if not found or int(found[1]) < 1:
+        raise UserError(f"eval.matrix: {matrix!r} is not a state of the successor matrix. Use cold, carried or warm-N (N >= 1)")
+    return int(found[1])
+
+
+def settings_of(decoder: str, e: EvalConfig, **changes: Any) -> Settings:
+    """The recipe's settings for one decoder; a chain is a tree without branches."""
+    depth = e.chain_length if decoder == "chain" else e.depth
+    settings = Settings(
+        decoder=decoder,
+        max_new_tokens=e.max_new_tokens,
+        temperature=e.temperature,
+        top_p=e.top_p,
+        top_k=e.top_k,
+        seed=e.seed,
+        depth=depth,
+        branch=1 if decoder == "chain" else e.branch,
+        nodes=depth if decoder == "chain" else e.nodes,
+        gates=tuple(e.gates),
+    )
+    return replace(settings, **changes)
+
+
+def plan(recipe: Recipe, tuned: dict[str, Any] | None = None, drafter: bool = True) -> list[Entry]:
+    """The rows of the table, `ar` first.
+
+    With tuned settings `chain` gets its best length, and `eagle` and `graft` share the budget of the faster of the two, so
+    that their difference is what retrieval brings; the recipe's own chain length is kept beside them, for its tau alone.
+    """
+    check_settings(recipe)
+    e = recipe.eval
+    names = [recipe.decoder] if recipe.decoder else list(dict.fromkeys(e.decoders))
+    names = [name for name in DECODERS if (name in names and drafter) or name == "ar"]
+    shapes = tuned_shapes(tuned) if tuned else {}
+    entries = []
+    for name in names:
+        settings = settings_of(name, e, **shapes.get(name, {}))
+        entries.append(Entry(name, settings, matrix=e.matrix if name == "graft" else ""))
+        if name == "chain" and settings.depth != e.chain_length:
+            entries.append(Entry(f"chain-{e.chain_length}", settings_of(name, e), timed=False))
+        if name == "graft" and e.matrix != "cold":
+            entries.append(Entry("graft-cold", settings, matrix="cold"))
+    return entries
+
+
+def tuned_shapes(tuned: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """{decoder: changes of Settings} from tuned.json, eagle and graft brought to one budget."""
+    best = tuned["best"]
+    shapes = {name: {"depth": b["depth"], "branch": b["branch"], "nodes": b["nodes"]} for name, b in best.items()}
+    if "graft" in best:
+        shapes["graft"]["gates"] = tuple(best["graft"]["gates"])
+    if "eagle" in best and "graft" in best:
+        leader, other = ("graft", "eagle") if best["graft"]["tokens_per_s"] >= best["eagle"]["tokens_per_s"] else ("eagle", "graft")
+        for key in ("depth", "branch", "nodes"):
+            shapes[other][key] = shapes[leader][key]
+    return shapes
+
+
+def describe(settings: Settings) -> str:
+    """The draft's shape in words, for tables."""
+    if settings.decoder == "ar":
+        return "one token a step"
+    if settings.decoder == "chain":
+        return f"{settings.depth} draft{'s' if settings.depth > 1 else ''} in a row"
+    shape = f"{settings.nodes} nodes, depth {settings.depth}, top-{settings.branch}"
+    if settings.decoder == "graft":
+        shape += ", gates " + "/".join(f"{gate:g}" for gate in settings.gates)
+    return shape
+
+
+def settings_record(entry: Entry, batch_size: int) -> dict[str, Any]:
+    """The `settings` of results.json. `top_k` is the sampler's; the tree's is `branch`."""
+    record = asdict(entry.settings)
+    record["gates"] = list(entry.settings.gates)
+    return {**record, "batch_size": batch_size, "matrix": entry.matrix or "none", "timed": entry.timed}
+
+
+def _require(holds: bool, key: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise UserError(f"{key}={value!r}: must be {wanted}")

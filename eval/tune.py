@@ -1,0 +1,332 @@
+"""Choose decoder, draft length and tree size for this machine, by measurement.
+
+On a CPU a verified row costs real time and on a GPU a drafter step does, so the best setting depends on both the head
+and the machine. Every candidate decodes the same validation prompts, interleaved prompt by prompt, so that all of them see
+the same text and the same weather. A candidate's speed is predicted as
+
+    tokens a round (sums over the prompts; greedy rounds are deterministic)  /  median over prompts of its round's cost
+
+which is steadier than tokens over seconds. The field shrinks as prompts are added: all candidates, then the best few, then a
+run-off of three. `ar` runs everywhere, and wins when nothing beats it.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from data_prep.prompts import Prompt
+from eval.decode import Decoded, Settings, decode
+from eval.matrix import SuccessorMatrix
+from eval.outcome import STAGES, encode, longest_prompt, new_matrix, row_seed
+from eval.plan import DECODERS, describe, settings_of
+from eval.results import environment
+from models.eagle3 import Eagle3
+from models.target import Target
+from recipes.cli import entry
+from recipes.files import write_json
+from recipes.schema import Recipe, UserError
+
+FILE = "tuned.json"
+WARM_PROMPTS = 5
+ROUNDS = ((3, 24), (4, 32), (6, 40))  # (batches of prompts, tokens each): everybody, the best few, the run-off
+FEW, FINALISTS = 6, 3
+BUDGET_SECONDS = 90.0  # later rounds stop early beyond this
+CHAINS_CPU, CHAINS_GPU = (1, 2, 3, 5), (1, 2, 3, 4, 5, 7)
+TREES_CPU = ((2, 1), (3, 2), (4, 2), (6, 3), (9, 4))  # (nodes, depth)
+TREES_GPU = tuple((nodes, depth) for nodes in (8, 16, 24, 32, 48, 60) for depth in (2, 3, 4, 6, 8) if 2 * depth <= nodes)
+
+
+@dataclass
+class Trial:
+    """What one candidate did: a number a call (one batch of prompts) in each list."""
+
+    settings: Settings
+    matrix: SuccessorMatrix | None = None
+    emitted: list[int] = field(default_factory=list)
+    rounds: list[int] = field(default_factory=list)
+    batch_rounds: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    stages: list[dict[str, float]] = field(default_factory=list)
+
+    def add(self, decoded: Decoded) -> None:
+        self.emitted.append(sum(row.emitted for row in decoded.rows))
+        self.rounds.append(sum(row.rounds for row in decoded.rows))
+        self.batch_rounds.append(decoded.rounds_total)
+        self.seconds.append(decoded.decode_seconds)
+        self.stages.append(decoded.seconds)
+
+    @property
+    def tau(self) -> float:
+        return sum(self.emitted) / max(sum(self.rounds), 1)
+
+    @property
+    def ms_per_round(self) -> float:
+        """Median over calls of the cost of a (batch) round."""
+        costs = [1000 * s / r for s, r in zip(self.seconds, self.batch_rounds, strict=True) if r]
+        return statistics.median(costs) if costs else 0.0
+
+    def stage_ms(self, stage: str) -> float:
+        costs = [1000 * s.get(stage, 0.0) / r for s, r in zip(self.stages, self.batch_rounds, strict=True) if r]
+        return statistics.median(costs) if costs else 0.0
+
+    @property
+    def speed(self) -> float:
+        """Predicted tokens/s: tokens a batch round over the median cost of one."""
+        cost = self.ms_per_round
+        return 1000 * sum(self.emitted) / max(sum(self.batch_rounds), 1) / cost if cost else 0.0
+
+    def record(self) -> dict[str, Any]:
+        s = self.settings
+        return {
+            "decoder": s.decoder,
+            "shape": describe(s),
+            "depth": s.depth,
+            "branch": s.branch,
+            "nodes": s.nodes,
+            "gates": list(s.gates),
+            "rows": verified_rows(s),
+            "calls": len(self.seconds),
+            "tokens": sum(self.emitted),
+            "tau": self.tau,
+            "ms_per_round": self.ms_per_round,
+            "ms_by_stage": {stage: self.stage_ms(stage) for stage in STAGES},
+            "tokens_per_s": self.speed,
+            "measured_tokens_per_s": sum(self.emitted) / max(sum(self.seconds), 1e-9),
+        }
+
+
+def tune(
+    recipe: Recipe,
+    target: Target,
+    drafter: Eagle3,
+    prompts: Sequence[Prompt],
+    folder: Path | None = None,
+    *,
+    decode: Callable[..., Decoded] = decode,
+    budget: float = BUDGET_SECONDS,
+    settings: Sequence[Settings] | None = None,
+) -> dict[str, Any]:
+    """Measure, choose, and return tuned.json (written beside the drafter when `folder` is given).
+
+    The first prompts warm graft's matrix, the others are decoded; none of them may be among the measured ones.
+    """
+    start = time.perf_counter()
+    warm, batches = _prompts(recipe, target, prompts)
+    base = warm_matrix(target, drafter, recipe, warm, decode)
+    trials = [_trial(s, base) for s in settings or candidates(recipe, target.device.type)]
+    print(f"tuning: {len(trials)} settings on up to {sum(n for n, _ in ROUNDS)} validation prompts, about {budget:.0f} s at most")
+    run = _runner(target, drafter, decode)
+    for trial in trials:  # first calls compile, allocate and fault pages in
+        run(replace_tokens(trial, 8), *batches[0])
+    field_, used = trials, 0
+    for number, (count, tokens) in enumerate(ROUNDS):
+        for batch in batches[used : used + count]:
+            if number and time.perf_counter() - start > budget:
+                break
+            for trial in rotated(field_, used):
+                trial.add(run(replace_tokens(trial, tokens), *batch))
+            used += 1
+        field_ = shrink(field_, FEW if number == 0 else FINALISTS)
+    best = max(field_, key=lambda trial: trial.speed)
+    tuned = {
+        "schema": 1,
+        "measured_on": environment(target),
+        "target": target.fingerprint,
+        "batch_size": recipe.eval.batch_size,
+        "temperature": recipe.eval.temperature,
+        "seconds": time.perf_counter() - start,
+        "chosen": best.record(),
+        "best": best_by_decoder(trials),
+        "table": [trial.record() for trial in sorted(trials, key=lambda t: (-len(t.seconds), -t.speed))],
+        "cost_curve": cost_curve(trials),
+    }
+    if folder is not None:
+        write_json(folder / FILE, tuned)
+    print(f"tuned in {tuned['seconds']:.0f} s: {best.settings.decoder}, {describe(best.settings)}")
+    return tuned
+
+
+def measured_grid(
+    recipe: Recipe,
+    target: Target,
+    drafter: Eagle3,
+    prompts: Sequence[Prompt],
+    *,
+    tokens: int = 48,
+    decode: Callable[..., Decoded] = decode,
+    settings: Sequence[Settings] | None = None,
+) -> list[dict[str, Any]]:
+    """Every candidate on every prompt, interleaved: what the tuner's choice is judged against. Fastest first."""
+    warm, batches = _prompts(recipe, target, prompts)
+    base = warm_matrix(target, drafter, recipe, warm, decode)
+    trials = [_trial(s, base) for s in settings or candidates(recipe, target.device.type)]
+    run = _runner(target, drafter, decode)
+    for trial in trials:
+        run(replace_tokens(trial, 8), *batches[0])
+    for number, batch in enumerate(batches):
+        for trial in rotated(trials, number):
+            trial.add(run(replace_tokens(trial, tokens), *batch))
+    return [trial.record() for trial in sorted(trials, key=lambda trial: -trial.speed)]
+
+
+def shortfall(grid: list[dict[str, Any]], chosen: dict[str, Any]) -> float:
+    """How far the chosen setting is below the best of a measured grid, as a share of the best."""
+    keys = ("decoder", "depth", "branch", "nodes", "gates")
+    mine = next((row for row in grid if all(row[key] == chosen[key] for key in keys)), None)
+    if mine is None:
+        raise ValueError(f"{chosen['decoder']} ({chosen['shape']}) is not in the grid")
+    return 1 - mine["tokens_per_s"] / max(row["tokens_per_s"] for row in grid)
+
+
+def candidates(recipe: Recipe, device: str) -> list[Settings]:
+    """`ar`, chains of a few lengths, and the same tree budgets for eagle and graft, within the recipe's depth and nodes."""
+    e = recipe.eval
+    names = [recipe.decoder] if recipe.decoder else list(e.decoders)
+    gpu = device == "cuda"
+    shapes = [(n, d) for n, d in (TREES_GPU if gpu else TREES_CPU) if n <= e.nodes and d <= e.depth] or [(e.nodes, e.depth)]
+    found = [settings_of("ar", e)]
+    if "chain" in names:
+        found += [settings_of("chain", e, depth=k, nodes=k) for k in (CHAINS_GPU if gpu else CHAINS_CPU)]
+    for name in ("eagle", "graft"):
+        if name in names:
+            found += [settings_of(name, e, nodes=n, depth=d, branch=min(e.branch, n)) for n, d in shapes]
+    return found
+
+
+def verified_rows(settings: Settings) -> int:
+    """Rows of one verification: the drafts and the root."""
+    return 1 if settings.decoder == "ar" else settings.nodes + 1
+
+
+def cost_curve(trials: Sequence[Trial]) -> dict[str, dict[str, float]]:
+    """Median milliseconds of a verification by rows, and of drafting by depth, where the shape is fixed."""
+    fixed = [t for t in trials if t.seconds and t.settings.decoder != "graft"]
+    verify: dict[int, list[float]] = {}
+    draft: dict[int, list[float]] = {}
+    for trial in fixed:
+        verify.setdefault(verified_rows(trial.settings), []).append(trial.stage_ms("verify"))
+        if trial.settings.decoder != "ar":
+            draft.setdefault(trial.settings.depth, []).append(trial.stage_ms("draft"))
+    return {
+        "verify_ms_by_rows": {str(k): statistics.median(v) for k, v in sorted(verify.items())},
+        "draft_ms_by_depth": {str(k): statistics.median(v) for k, v in sorted(draft.items())},
+    }
+
+
+def warm_matrix(
+    target: Target, drafter: Eagle3, recipe: Recipe, warm: list[list[int]], decode: Callable[..., Decoded]
+) -> SuccessorMatrix:
+    """The matrix that every graft candidate starts from: a few prompts decoded with a small tree."""
+    matrix = new_matrix(target)
+    if warm:
+        e = recipe.eval
+        settings = settings_of("graft", e, nodes=min(6, e.nodes), depth=min(2, e.depth), max_new_tokens=min(48, e.max_new_tokens))
+        decode(target, drafter, warm, settings, matrix=matrix, seeds=[e.seed] * len(warm))
+    return matrix
+
+
+def best_by_decoder(trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
+    """The fastest setting of each decoder, among those that ran the most prompts."""
+    best = {}
+    for name in DECODERS[1:]:
+        mine = [trial for trial in trials if trial.settings.decoder == name]
+        if mine:
+            most = max(len(trial.seconds) for trial in mine)
+            best[name] = max((t for t in mine if len(t.seconds) == most), key=lambda t: t.speed).record()
+    return best
+
+
+def shrink(trials: Sequence[Trial], keep: int) -> list[Trial]:
+    """The `keep` fastest, and `ar` whatever its place."""
+    order = sorted(trials, key=lambda trial: -trial.speed)
+    return order[:keep] + [trial for trial in order[keep:] if trial.settings.decoder == "ar"]
+
+
+def rotated(trials: Sequence[Trial], by: int) -> list[Trial]:
+    by %= len(trials)
+    return [*trials[by:], *trials[:by]]
+
+
+def replace_tokens(trial: Trial, tokens: int) -> Trial:
+    """The same candidate asked for fewer tokens; the matrix is shared, the lists are not."""
+    return Trial(replace(trial.settings, max_new_tokens=min(tokens, trial.settings.max_new_tokens)), trial.matrix)
+
+
+def read(folder: Path, recipe: Recipe, target: Target) -> dict[str, Any] | None:
+    """tuned.json beside a drafter, when it was measured on a machine and a batch like this one; else None, said aloud."""
+    import json
+
+    path = folder / FILE
+    if not path.is_file():
+        return None
+    try:
+        tuned: dict[str, Any] = json.loads(path.read_text())
+        then, now = tuned["measured_on"], environment(target)
+        same = ["device", "hardware", "dtype", "threads"]
+        differs = [f"{key} {then[key]} (now {now[key]})" for key in same if then[key] != now[key]]
+        wanted = {"batch_size": recipe.eval.batch_size, "temperature": recipe.eval.temperature, "target": target.fingerprint}
+        differs += [f"{key} {tuned[key]} (now {value})" for key, value in wanted.items() if tuned[key] != value]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not a tuned.json of ours ({error}). Delete it; eval.tune=true measures again") from error
+    if differs:
+        print(f"{path} is set aside: measured with {', '.join(differs)}")
+        return None
+    return tuned
+
+
+def _trial(settings: Settings, base: SuccessorMatrix) -> Trial:
+    return Trial(settings, base.copy() if settings.decoder == "graft" else None)
+
+
+Batch = tuple[list[list[int]], list[int]]  # prompts of one call, and their seeds
+
+
+def _runner(target: Target, drafter: Eagle3, decode: Callable[..., Decoded]) -> Callable[..., Decoded]:
+    def run(trial: Trial, batch: list[list[int]], seeds: list[int]) -> Decoded:
+        helper = None if trial.settings.decoder == "ar" else drafter
+        return decode(target, helper, batch, trial.settings, matrix=trial.matrix, seeds=seeds)
+
+    return run
+
+
+def _prompts(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> tuple[list[list[int]], list[Batch]]:
+    """(prompts that warm the matrix, batches to decode); every second prompt warms until there are enough."""
+    limit = longest_prompt(target, recipe.eval)
+    named = [(p.id, encode(target, recipe, p)) for p in prompts]
+    named = [(name, ids) for name, ids in named if len(ids) <= limit]
+    if not named:
+        raise UserError("tuning needs validation prompts that fit the model and are not measured themselves. Or: eval.tune=false")
+    warming = min(WARM_PROMPTS, len(named) // 3)
+    warm, rest = [ids for _, ids in named[:warming]], named[warming:]
+    size = recipe.eval.batch_size
+    while len(rest) < size:
+        rest = rest + rest
+    batches = []
+    for start in range(0, len(rest) - size + 1, size):
+        part = rest[start : start + size]
+        batches.append(([ids for _, ids in part], [row_seed(recipe.eval.seed, name, 0) for name, _ in part]))
+    return warm, batches
+
+
+def main(recipe: Recipe) -> None:
+    """`python -m eval.tune recipe=NAME drafter=DIR`: tune, then judge the choice on a measured grid."""
+    from eval.outcome import warmup_prompts
+    from eval.run import load
+
+    target, drafter, folder = load(recipe)
+    prompts = warmup_prompts()
+    tuned = tune(recipe, target, drafter, prompts, folder)
+    grid = measured_grid(recipe, target, drafter, prompts)
+    tuned["grid"] = grid
+    tuned["shortfall"] = shortfall(grid, tuned["chosen"])
+    write_json(folder / FILE, tuned)
+    for row in grid:
+        print(f"{row['decoder']:6} {row['shape']:50} tau {row['tau']:.2f}  {row['ms_per_round']:7.1f} ms  {row['tokens_per_s']:6.1f} tokens/s")
+    print(f"the choice is {100 * tuned['shortfall']:.1f} % below the best of the grid; written to {folder / FILE}")
+
+
+if __name__ == "__main__":
+    entry(main)

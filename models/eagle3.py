@@ -1,0 +1,226 @@
+"""EAGLE-3 (arXiv 2503.01840): one decoder layer that drafts from three of the target's hidden states.
+
+The whole drafter: its config, its layer, the training-time unroll and the cached steps of decoding. Equations and tensor
+names are those that serving engines read (checkpoint-formats B.1).
+
+B batch, T slots, H hidden, N heads, K key-value heads, D head size, C = taps * H, V vocabulary, Vd draft vocabulary.
+Slot p holds the features of x[0..p] and the embedding of x[p+1]; it predicts x[p+2].
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.attention import attend, causal_plus_diagonals, rotate
+from models.cache import KVCache
+from models.target import Target
+from models.vocab import VocabMap
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Derived from the target's config; `taps` are in h[L] numbering."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    vocab_size: int
+    draft_vocab_size: int
+    max_position_embeddings: int
+    rope_parameters: dict[str, Any]
+    taps: tuple[int, ...]
+    target_layers: int
+
+    @staticmethod
+    def from_target(target: Target, vocab: VocabMap) -> "Eagle3Config":
+        config = target.config
+        rope = dict(getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
+        rope = dict(rope.get("full_attention", rope))  # Gemma 3 keeps one set a layer type
+        return Eagle3Config(
+            hidden_size=target.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_attention_heads=target.n_heads,
+            num_key_value_heads=target.n_kv,
+            head_dim=target.head_dim,
+            rms_norm_eps=target.eps,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=vocab.size,
+            max_position_embeddings=target.max_positions,
+            rope_parameters=rope,
+            taps=target.taps,
+            target_layers=target.n_layers,
+        )
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        # in fp32 whatever the stream's dtype: under autocast the stream is bf16 and the gain fp32
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: Eagle3Config) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.q_proj = nn.Linear(2 * c.hidden_size, self.heads * c.head_dim, bias=False)
+        self.k_proj = nn.Linear(2 * c.hidden_size, self.kv_heads * c.head_dim, bias=False)
+        self.v_proj = nn.Linear(2 * c.hidden_size, self.kv_heads * c.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * c.head_dim, c.hidden_size, bias=False)
+
+    def project(self, x_BTX: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [B, N, T, D] and keys, and values [B, K, T, D]."""
+        q, k, v = (
+            linear(x_BTX).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        return rotate(q, *rope), rotate(k, *rope), v
+
+
+class MLP(nn.Module):
+    def __init__(self, c: Eagle3Config) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+AttendFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q, k, v) -> [B, T, N*D]
+
+
+class Layer(nn.Module):
+    """Attention reads [normed embedding ; normed state]; the residual stream is the un-normed state."""
+
+    def __init__(self, c: Eagle3Config) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(c)
+        self.mlp = MLP(c)
+
+    def forward(self, state_BTH: Tensor, embed_BTH: Tensor, rope: tuple[Tensor, Tensor], attention: AttendFn) -> Tensor:
+        x = torch.cat((self.input_layernorm(embed_BTH), self.hidden_norm(state_BTH)), dim=-1)
+        h = state_BTH + self.self_attn.o_proj(attention(*self.self_attn.project(x, rope)))
+        out: Tensor = h + self.mlp(self.post_attention_layernorm(h))
+        return out
+
+
+class Eagle3(nn.Module):
+    """The drafter. Its embedding is the target's raw table, shared and frozen, so callers pass embeddings in."""
+
+    def __init__(self, config: Eagle3Config, vocab: VocabMap) -> None:
+        super().__init__()
+        self.config, self.vocab = config, vocab
+        self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
+        self.midlayer = Layer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def init_from_target(self, target: Target) -> None:
+        """The head starts from the target's rows of the kept tokens and its final norm; fc passes the top tap through."""
+        self.lm_head.weight.copy_(target.head_weight[self.vocab.kept_ids.to(target.device)])
+        self.norm.weight.copy_(target.final_norm)
+        H = self.config.hidden_size
+        for linear in (m for m in self.midlayer.modules() if isinstance(m, nn.Linear)):
+            nn.init.normal_(linear.weight, std=0.02)
+        nn.init.normal_(self.fc.weight, std=0.02)
+        self.fc.weight[:, -H:] += torch.eye(H, device=self.fc.weight.device)
+
+    def logits(self, state: Tensor) -> Tensor:
+        """[..., H] -> [..., Vd]."""
+        out: Tensor = self.lm_head(self.norm(state))
+        return out
+
+    def fuse(self, taps: Tensor) -> Tensor:
+        """[..., C] -> [..., H]."""
+        out: Tensor = self.fc(taps)
+        return out
+
+    def _rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if positions.device not in self._tables:
+            from transformers import LlamaConfig
+            from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+            fields = asdict(self.config)
+            names = ("hidden_size", "num_attention_heads", "head_dim", "max_position_embeddings", "rope_parameters")
+            rotary = LlamaRotaryEmbedding(LlamaConfig(**{n: fields[n] for n in names}))
+            everywhere = torch.arange(self.config.max_position_embeddings + 64).unsqueeze(0)
+            cos, sin = rotary(torch.zeros(1), everywhere)
+            self._tables[positions.device] = (cos[0].to(positions.device), sin[0].to(positions.device))
+        cos, sin = self._tables[positions.device]
+        return cos[positions].to(dtype), sin[positions].to(dtype)
+
+    def unroll(self, taps_BTC: Tensor, next_embed: Callable[[int], Tensor], steps: int) -> Iterator[Tensor]:
+        """Training-time test (EAGLE-3, section 3.2): the states [B, T, H] of each unroll step, before norm and head.
+
+        `next_embed(i)` gives the embeddings of x[p+1+i] for every slot p. Step i sees the step-0 keys 0..p and the keys
+        that slot p itself made at steps 1..i, at rotary phase p + i: what a chain of drafts sees when served.
+        """
+        state = self.fuse(taps_BTC)
+        B, T, _ = state.shape
+        positions = torch.arange(T, device=state.device)
+        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        first: list[Tensor] = []
+        diagonals: list[tuple[Tensor, Tensor]] = []
+
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+            if first:
+                diagonals.append((k, v))
+            else:
+                first.extend((k, v))
+            out = causal_plus_diagonals(q, first[0], first[1], diagonals)
+            return out.transpose(1, 2).reshape(B, T, -1)
+
+        for i in range(steps):
+            rope = self._rope((positions + i).expand(B, T), state.dtype)
+            state = self.midlayer(state, next_embed(i).to(state.dtype), rope, attention)
+            yield state
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        c, weight = self.config, self.fc.weight
+        return KVCache(1, rows, c.num_key_value_heads, capacity, c.head_dim, weight.device, weight.dtype)
+
+    @torch.no_grad()
+    def step(
+        self, state_BTH: Tensor, embed_BTH: Tensor, cache: KVCache, depth: int | None = None, ancestors_BTU: Tensor | None = None
+    ) -> Tensor:
+        """One cached pass -> states [B, T, H]; cache lengths do not advance.
+
+        Without `ancestors` the T slots continue the row as a chain (committed tokens). With it they are nodes of a draft
+        tree, `depth` steps below the last committed slot's own prediction, of U uncommitted ones in all, themselves last.
+        """
+        B, T, _ = state_BTH.shape
+        if ancestors_BTU is None:
+            ancestors_BTU = torch.ones(T, T, dtype=torch.bool, device=state_BTH.device).tril().expand(B, T, T)
+            positions = cache.lengths.unsqueeze(1) + torch.arange(T, device=state_BTH.device)
+        else:
+            positions = (cache.lengths.unsqueeze(1) + (depth or 0)).expand(B, T)
+        offset = ancestors_BTU.shape[2] - T
+        mask = cache.visible(ancestors_BTU)
+
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = cache.write(0, k, v, offset)
+            return attend(q, k, v, mask, q.shape[-1] ** -0.5)
+
+        rope = self._rope(positions.clamp(max=self.config.max_position_embeddings + 63), state_BTH.dtype)
+        out: Tensor = self.midlayer(state_BTH, embed_BTH.to(state_BTH.dtype), rope, attention)
+        return out

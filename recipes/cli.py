@@ -1,0 +1,41 @@
+"""How an entry point shows a user's mistake, and its own usage."""
+
+import sys
+from collections.abc import Callable
+
+from recipes.schema import Recipe, UserError, known_keys, load, recipe_names
+
+
+def entry(main: Callable[[Recipe], None], argv: list[str] | None = None) -> None:
+    """Run `main` on the resolved recipe; a UserError becomes one screen on stderr and exit code 2."""
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        print(usage())
+        return
+    try:
+        main(load(argv))
+    except UserError as error:
+        _stop(str(error))
+    except PermissionError as error:
+        _stop(f"no permission for {error.filename}. Choose a folder that you may write to (run_dir, out, data.cache).")
+
+
+def usage() -> str:
+    groups: dict[str, list[str]] = {}
+    for key in known_keys():
+        group, _, leaf = key.rpartition(".")
+        groups.setdefault(group, []).append(leaf)
+    lines = ["recipe=NAME [key=value ...]      dry_run=true resolves and checks without loading weights"]
+    lines += [
+        f"recipes: {', '.join(recipe_names())}, or the path of a .yaml file",
+        "keys (recipes/schema.py explains each):",
+    ]
+    lines += [f"  {group + '.' if group else ''}{{{', '.join(leaves)}}}" for group, leaves in groups.items()]
+    return "\n".join(lines)
+
+
+def _stop(message: str) -> None:
+    sys.stdout.flush()
+    red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
+    print(f"{red}error:{plain} {message}", file=sys.stderr, flush=True)
+    sys.exit(2)

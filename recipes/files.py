@@ -1,0 +1,69 @@
+"""Files that are either whole or absent: every write goes aside first and is renamed into place."""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from recipes.schema import UserError
+
+
+def cache_dir(*parts: str) -> Path:
+    """A folder under the user's cache (`$ESPALIER_CACHE`, else ~/.cache/espalier)."""
+    root = Path(os.environ.get("ESPALIER_CACHE", Path.home() / ".cache" / "espalier"))
+    return root.joinpath(*parts)
+
+
+def write_text(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def make_folder(path: Path) -> Path:
+    """mkdir -p, with a missing permission told as the user's mistake."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot create the folder {path}: {error.strerror}. Choose one that you may write to."
+        ) from error
+    if not os.access(path, os.W_OK):
+        raise UserError(f"no permission to write to the folder {path}. Choose another.")
+    return path
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder aside; on success it takes `path`'s place, on failure nothing is left."""
+    make_folder(path.parent)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        yield aside
+        for file in aside.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
+        shutil.rmtree(path, ignore_errors=True)
+        aside.replace(path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

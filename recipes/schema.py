@@ -1,0 +1,325 @@
+"""The recipe: one frozen dataclass tree that every room may know.
+
+A recipe is a YAML file in `recipes/` (or a path to one) laid over these defaults, then dotted `key=value` overrides.
+Unknown keys are refused with the nearest known one named.
+"""
+
+import dataclasses
+import difflib
+import functools
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+HERE = Path(__file__).parent
+DECODERS = ("ar", "chain", "eagle", "graft")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+# What `validate` asks of single keys; rules that join several are in it.
+CHOICES: dict[str, tuple[str, ...]] = {
+    "device": ("auto", "cpu", "cuda"),
+    "target.dtype": DTYPES,
+    "data.dtype": DTYPES,
+    "eval.dtype": DTYPES,
+    "train.precision": ("auto", "fp32", "bf16"),
+    "train.tracker": ("wandb", "none"),
+    "decoder": ("", *DECODERS),
+}
+AT_LEAST_ONE = {
+    "data": ("max_length", "answer_tokens", "slots", "validation_rows"),
+    "eagle": ("unroll_steps",),
+    "train": ("epochs", "batch_tokens", "micro_batch_tokens", "save_every", "keep", "log_every"),
+    "eval": ("max_new_tokens", "batch_size", "chain_length", "depth", "branch", "nodes", "max_prompt"),
+}
+AT_LEAST_ZERO = {
+    "eagle": ("draft_vocab",),
+    "train": ("max_steps", "weight_decay"),
+    "eval": ("limit", "temperature", "top_k"),
+}
+
+
+class UserError(Exception):
+    """A mistake the user can mend: what was wrong, where (file, line, key), and what to do about it."""
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    path: str = ""  # hub id, local folder, GGUF file, or `package:NAME/FILE.gguf` for a file that a package ships
+    sha256: str = ""  # of the GGUF file; refused when it differs; empty = not checked
+    taps: list[int] = field(default_factory=list)  # h[L] numbering; empty = [2, n // 2, n - 3]
+    dtype: str = "auto"  # auto = bfloat16 on a GPU, float32 on a CPU
+    template_args: dict[str, Any] = field(default_factory=dict)  # passed to the chat template, recorded with the run
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    kind: str = "file"  # file | hub | self
+    path: str = ""  # JSONL file, or hub dataset id
+    split: str = "train"  # hub only
+    column: str = "prompt"  # hub only: the column that holds the user's question
+    rows: int = 0  # at most this many prompts; 0 = all (self-synthesis needs a number)
+    openings: list[str] = field(default_factory=lambda: [""])  # self only: the first words of the user turn, in turn
+    max_tokens: int = 96  # self only: longest question; longer ones are truncations and fall
+    temperature: float = 1.0  # self only
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    sources: dict[str, SourceConfig] = field(default_factory=dict)
+    max_length: int = 1024  # tokens a row; longer rows are cut and counted
+    answer_tokens: int = 256  # max_new_tokens of the target's answers
+    temperatures: list[float] = field(default_factory=lambda: [0.0])  # of the answers, dealt out row by row
+    drop_loops: bool = True  # answers that repeat themselves
+    slots: int = 32  # rows decoded side by side
+    dtype: str = "auto"  # of generation; auto = bfloat16 where this device is faster with it, else float32
+    validation_rows: int = 32  # held out, by prompt; the best checkpoint is chosen on them
+    cache: str = ""  # folder of prepared data, keyed by content; empty = ~/.cache/espalier
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    draft_vocab: int = 32000  # most frequent supervised tokens; 0 = the target's full vocabulary
+    unroll_steps: int = 7
+    step_decay: float = 0.8  # weight of unroll step i is step_decay ** i over their sum
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    epochs: int = 1
+    max_steps: int = 0  # optimiser steps; 0 = as the epochs say
+    batch_tokens: int = 16384  # an optimiser step, over all ranks and micro-batches
+    micro_batch_tokens: int = 8192  # a forward on one rank
+    learning_rate: float = 1e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    weight_decay: float = 0.0
+    warmup: float = 0.05  # share of the steps
+    min_lr: float = 0.1  # share of learning_rate at the end of the cosine
+    clip: float = 0.5
+    precision: str = "auto"  # auto = bf16 autocast over fp32 masters on a GPU, fp32 on a CPU
+    save_every: int = 200  # steps; the end of an epoch always saves
+    keep: int = 2  # checkpoints kept besides best
+    log_every: int = 10
+    tracker: str = "wandb"  # wandb | none; metrics.jsonl is always written
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    prompts: str = "report"  # report (ships with Espalier) | humaneval | mtbench | gsm8k | FILE.jsonl | hub id
+    limit: int = 0  # prompts; 0 = all
+    decoders: list[str] = field(default_factory=lambda: ["ar", "chain", "eagle", "graft"])
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    batch_size: int = 1
+    dtype: str = "auto"  # as target.dtype
+    chain_length: int = 7  # draft tokens of `chain`
+    depth: int = 8  # of the tree
+    branch: int = 10  # children a node, and frontier nodes a level (EAGLE's top-k)
+    nodes: int = 60  # candidates, root not counted
+    gates: list[float] = field(default_factory=lambda: [0.15, 0.14, 0.50])  # after draft depths 1, 2 and 6
+    matrix: str = "warm-5"  # cold | carried | warm-N
+    tune: bool = False  # choose decoder, depth, nodes by a measured cost curve on validation prompts first
+    lossless: int = 0  # prompts whose greedy output is checked in fp32 against ar and transformers; 0 = all, -1 = none
+    each_epoch: bool = True  # evaluate after each epoch of training
+    max_prompt: int = 2048  # tokens; longer prompts are refused by id and counted
+
+
+@dataclass(frozen=True)
+class Recipe:
+    recipe: str = ""
+    run_dir: str = ""  # empty = runs/NAME
+    seed: int = 0
+    device: str = "auto"  # auto | cpu | cuda
+    dry_run: bool = False
+    target: TargetConfig = field(default_factory=TargetConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    eagle: EagleConfig = field(default_factory=EagleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    # of `eval.run` and `data_prep.inspect` alone
+    drafter: str = ""  # drafter folder
+    decoder: str = ""  # one decoder instead of eval.decoders
+    prompts: str = ""  # instead of eval.prompts
+    out: str = ""
+    rows: int = 3
+
+
+def known_keys(cls: type = Recipe, prefix: str = "") -> list[str]:
+    """Every dotted key of the tree, groups included."""
+    keys: list[str] = []
+    for f in dataclasses.fields(cls):
+        keys.append(prefix + f.name)
+        if isinstance(f.type, type) and dataclasses.is_dataclass(f.type):
+            keys += known_keys(f.type, f"{prefix}{f.name}.")
+    return keys
+
+
+def load(argv: list[str]) -> Recipe:
+    """Resolve `recipe=NAME key=value ...` into a Recipe. Raises UserError, naming the key and the nearest known one."""
+    bad = [a for a in argv if "=" not in a]
+    if bad:
+        raise UserError(f"argument {bad[0]!r} is not of the form key=value. Example: recipe=smollm2 train.epochs=2")
+    given = [a.split("=", 1)[1] for a in argv if a.startswith("recipe=")]
+    if not given:
+        raise UserError(f"no recipe=NAME given. Recipes here: {', '.join(recipe_names())}")
+    path = recipe_path(given[-1])
+    file = _read(path)
+    try:
+        overrides = OmegaConf.from_dotlist(argv)
+        layers = OmegaConf.merge(file, overrides)
+    except Exception as error:  # YAML and OmegaConf each raise their own families
+        raise UserError(f"the command line cannot be read: {_first_line(error)}") from error
+    sources = OmegaConf.select(layers, "data.sources", default={})
+    names = list(sources) if isinstance(sources, DictConfig) else []
+    groups = [f.name for f in dataclasses.fields(Recipe) if dataclasses.is_dataclass(f.type)]
+    for group in [*groups, "data.sources", *(f"data.sources.{name}" for name in names)]:
+        if not isinstance(OmegaConf.select(layers, group, default=DictConfig({})), DictConfig):
+            raise UserError(
+                f"{_origin(group, argv, path)}: key {group!r} is a group: give its keys, as {group}.KEY=VALUE"
+            )
+    base = OmegaConf.structured(Recipe(data=DataConfig(sources={str(name): SourceConfig() for name in names})))
+    _unlock(base)
+    try:
+        merged = OmegaConf.merge(base, layers)
+    except OmegaConfBaseException as error:
+        key = str(error.full_key or "").replace("[", ".").replace("]", "")
+        raise UserError(_explain(_origin(key, argv, path), key, error)) from error
+    try:
+        recipe = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:  # an interpolation that leads nowhere, for one
+        raise UserError(f"{path}: {_first_line(error)}") from error
+    assert isinstance(recipe, Recipe)
+    validate(recipe)
+    return recipe
+
+
+def validate(recipe: Recipe) -> None:
+    """Refuse values that no command could honour, all of them in one message; nothing is loaded or looked up."""
+    wrong = [f"  {key}={_value(recipe, key)!r}: must be {rule}" for key, rule in _broken_rules(recipe)]
+    for name, source in recipe.data.sources.items():
+        broken = _broken_source_rules(source)
+        wrong += [f"  data.sources.{name}.{key}={getattr(source, key)!r}: must be {rule}" for key, rule in broken]
+    if wrong:
+        raise UserError("\n".join([f"recipe {recipe.recipe}:", *wrong]))
+
+
+def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
+    rules = [(key, f"one of {', '.join(choices)}", _value(r, key) in choices) for key, choices in CHOICES.items()]
+    for least, groups in ((1, AT_LEAST_ONE), (0, AT_LEAST_ZERO)):
+        keys = [f"{group}.{leaf}" for group, leaves in groups.items() for leaf in leaves]
+        rules += [(key, f"{least} or more", _value(r, key) >= least) for key in keys]
+    rules += [
+        ("train.learning_rate", "above 0", r.train.learning_rate > 0),
+        ("train.clip", "above 0", r.train.clip > 0),
+        ("train.warmup", "from 0 up to 1", 0 <= r.train.warmup < 1),
+        ("train.min_lr", "from 0 to 1", 0 <= r.train.min_lr <= 1),
+        (
+            "train.betas",
+            "two numbers from 0 up to 1",
+            len(r.train.betas) == 2 and all(0 <= b < 1 for b in r.train.betas),
+        ),
+        ("eagle.step_decay", "above 0 and at most 1", 0 < r.eagle.step_decay <= 1),
+        ("eval.top_p", "above 0 and at most 1", 0 < r.eval.top_p <= 1),
+        ("eval.lossless", "-1 (none), 0 (all) or a number of prompts", r.eval.lossless >= -1),
+        ("eval.gates", "three numbers from 0 to 1", len(r.eval.gates) == 3 and all(0 <= g <= 1 for g in r.eval.gates)),
+        (
+            "eval.decoders",
+            f"some of {', '.join(DECODERS)}",
+            bool(r.eval.decoders) and set(r.eval.decoders) <= {*DECODERS},
+        ),
+        ("eval.matrix", "cold, carried or warm-N", re.fullmatch(r"cold|carried|warm-\d+", r.eval.matrix) is not None),
+        ("data.temperatures", "numbers from 0 up", bool(r.data.temperatures) and min(r.data.temperatures) >= 0),
+        ("rows", "1 or more", r.rows >= 1),
+    ]
+    return [(key, rule) for key, rule, holds in rules if not holds]
+
+
+def _broken_source_rules(source: SourceConfig) -> list[tuple[str, str]]:
+    by_itself = source.kind == "self"
+    rules = [
+        ("kind", "one of file, hub, self", source.kind in ("file", "hub", "self")),
+        ("path", "given for this kind of source", by_itself or bool(source.path)),
+        ("rows", "0 (all) or more; at least 1 when the target writes them", source.rows >= int(by_itself)),
+        ("openings", "at least one text (an empty one will do)", bool(source.openings)),
+        ("max_tokens", "1 or more", source.max_tokens >= 1),
+        ("temperature", "0 or more", source.temperature >= 0),
+    ]
+    return [(key, rule) for key, rule, holds in rules if not holds]
+
+
+def _value(recipe: Recipe, key: str) -> Any:
+    return functools.reduce(getattr, key.split("."), recipe)
+
+
+def save(recipe: Recipe, path: Path) -> None:
+    """Write the resolved tree as YAML that `load` reads back."""
+    text = OmegaConf.to_yaml(OmegaConf.structured(recipe))
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def recipe_names() -> list[str]:
+    return sorted(p.stem for p in HERE.glob("*.yaml"))
+
+
+def recipe_path(name: str) -> Path:
+    for candidate in (HERE / f"{name}.yaml", Path(name)):
+        if candidate.is_file() and candidate.suffix == ".yaml":
+            return candidate
+    near = difflib.get_close_matches(name, recipe_names(), n=1, cutoff=0.4)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise UserError(f"no recipe {name!r}: neither a name ({', '.join(recipe_names())}) nor a .yaml file.{hint}")
+
+
+def _unlock(node: Any) -> None:
+    """Frozen dataclasses make OmegaConf nodes read-only, level by level; merging needs them open."""
+    if isinstance(node, DictConfig):
+        OmegaConf.set_readonly(node, False)
+        for key in node:
+            _unlock(node[key])
+
+
+def _read(path: Path) -> Any:
+    try:
+        file = OmegaConf.load(path)
+    except Exception as error:  # YAML, UTF-8 and OmegaConf each raise their own families
+        raise UserError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(file, DictConfig):
+        raise UserError(f"{path}: must be a YAML mapping, as the recipes in {HERE} are")
+    return file
+
+
+def _origin(key: str, argv: list[str], path: Path) -> str:
+    """Where the value of `key` was given."""
+    typed = any(f"{key}.".startswith(a.split("=", 1)[0] + ".") for a in argv)
+    return "the command line" if typed else str(path)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _explain(where: str, key: str, error: OmegaConfBaseException) -> str:
+    reason = _first_line(error)
+    if "not in" not in reason:
+        return f"{where}: key {key!r}: {reason}"
+    group, _, leaf = key.rpartition(".")
+    if group.startswith("data.sources."):
+        known = [f"{group}.{f.name}" for f in dataclasses.fields(SourceConfig)]
+    else:
+        known = known_keys()
+    siblings = [k for k in known if k.rpartition(".")[0] == group]
+    near = (
+        difflib.get_close_matches(key, siblings, n=1, cutoff=0.5)
+        or [k for k in known if k.rpartition(".")[2] == leaf]
+        or difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+    )
+    hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(siblings or known)}"
+    return f"{where}: unknown key {key!r}. {hint}"

@@ -1,0 +1,205 @@
+"""Checkpoints that an exact resume needs and nothing more, in one format under every backend.
+
+    checkpoints/step-N/model.safetensors       the drafter's fp32 parameters (and buffers), by name
+                       optimizer.safetensors   exp_avg/NAME and exp_avg_sq/NAME in fp32
+                       state.json              cursor, AdamW's step count, scores so far, identity of the run
+    checkpoints/latest, best                   each names one of them
+
+No pickle, nothing that depends on the number of ranks: a run may go on with another world size. RNG state is not there
+because nothing draws from it: row order is a function of (seed, epoch), and no drafter uses dropout.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from recipes.files import make_folder, whole_folder, write_text
+from recipes.schema import Recipe, UserError
+from train.batches import Cursor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# what may change between a run and its continuation without changing what is learned
+FREE = {"data.cache", "data.slots", "train.save_every", "train.keep", "train.log_every", "train.tracker"}
+PARTS = ("target", "data", "train", "eagle")
+
+Moments = dict[str, dict[str, Tensor]]  # exp_avg | exp_avg_sq -> parameter name -> fp32 tensor on the CPU
+
+
+@dataclass
+class State:
+    """All of a checkpoint but its tensors."""
+
+    cursor: Cursor = field(default_factory=Cursor)
+    optimizer_step: int = 0
+    scores: dict[int, float] = field(default_factory=dict)  # measured validation tau by step
+    identity: dict[str, str] = field(default_factory=dict)
+
+    def best(self) -> int | None:
+        """Step of the highest validation tau; the earlier of equals."""
+        return max(sorted(self.scores), key=lambda step: self.scores[step], default=None)
+
+
+class Store:
+    """The checkpoints folder of one run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.folder = run_dir / "checkpoints"
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
+
+    def steps(self) -> list[int]:
+        """Whole checkpoints, in numeric order."""
+        found = [p.parent.name.removeprefix("step-") for p in self.folder.glob("step-*/state.json")]
+        return sorted(int(name) for name in found if name.isdigit())
+
+    def named(self, pointer: str) -> int | None:
+        """The step that `latest` or `best` names, when that checkpoint exists."""
+        file = self.folder / pointer
+        name = file.read_text(encoding="utf-8").strip().removeprefix("step-") if file.is_file() else ""
+        return int(name) if name.isdigit() and int(name) in self.steps() else None
+
+    def latest(self) -> int | None:
+        """What to resume from. A kill between a save and its pointer leaves a newer whole checkpoint: it counts."""
+        return max(self.steps(), default=None)
+
+    def clean(self) -> None:
+        """Drop what a kill left half-written."""
+        for stale in self.folder.glob(".*"):
+            if stale.is_dir():
+                shutil.rmtree(stale, ignore_errors=True)
+            else:
+                stale.unlink(missing_ok=True)
+
+    def save(self, state: State, model: dict[str, Tensor], moments: Moments, keep: int) -> None:
+        """Write aside, fsync, rename, then move `latest`; older ones beyond `keep` go, `best` never."""
+        step = state.cursor.step
+        make_folder(self.folder)
+        with whole_folder(self.path(step)) as aside:
+            save_file(model, aside / "model.safetensors")
+            save_file({f"{kind}/{n}": t for kind in MOMENTS for n, t in moments[kind].items()}, aside / "optimizer.safetensors")
+            (aside / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
+        self.point("latest", step)
+        kept = {step, *self.steps()[-max(1, keep) :], self.named("best"), state.best()}
+        for old in self.steps():
+            if old not in kept:
+                # state.json first: a folder half-deleted by a kill is then no checkpoint any more
+                (self.path(old) / "state.json").unlink()
+                shutil.rmtree(self.path(old))
+
+    def point(self, pointer: str, step: int) -> None:
+        write_text(self.folder / pointer, f"step-{step}\n")
+        handle = os.open(self.folder, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+    def record(self, state: State) -> None:
+        """Scores measured after a checkpoint was saved go into it, and `best` follows."""
+        step = state.cursor.step
+        write_text(self.path(step) / "state.json", json.dumps(asdict(state), indent=1) + "\n")
+        best = state.best()
+        self.point("best", step if best is None else best)
+
+    def state(self, step: int) -> State:
+        raw: dict[str, Any] = json.loads((self.path(step) / "state.json").read_text(encoding="utf-8"))
+        scores = {int(k): float(v) for k, v in raw["scores"].items()}
+        return State(Cursor(**raw["cursor"]), int(raw["optimizer_step"]), scores, raw["identity"])
+
+    def model(self, step: int) -> dict[str, Tensor]:
+        return load_file(self.path(step) / "model.safetensors")
+
+    def moments(self, step: int) -> Moments:
+        flat = load_file(self.path(step) / "optimizer.safetensors")
+        return {kind: {n.removeprefix(f"{kind}/"): t for n, t in flat.items() if n.startswith(f"{kind}/")} for kind in MOMENTS}
+
+    def resume(self, identity: dict[str, str]) -> State | None:
+        """The state to go on from, or None for a fresh run. Refused when the run is another one."""
+        step = self.latest()
+        if step is None:
+            return None
+        state = self.state(step)
+        refuse_change(state.identity, identity, self.folder.parent)
+        return state
+
+
+def run_identity(recipe: Recipe, **hashes: str) -> dict[str, str]:
+    """What must not change under a resumed run: the recipe's parts, key by key, the seed, and given hashes."""
+    flat = {"seed": repr(recipe.seed)}
+    for part in PARTS:
+        flat |= _flatten(part, asdict(getattr(recipe, part)))
+    return {k: v for k, v in flat.items() if k not in FREE} | hashes
+
+
+def refuse_change(old: dict[str, str], new: dict[str, str], run_dir: Path, only: Iterable[str] | None = None) -> None:
+    """UserError with every difference, one a line."""
+    keys = sorted((old.keys() | new.keys()) if only is None else set(only))
+    changed = [f"  {k}: was {old.get(k, '(absent)')}, now {new.get(k, '(absent)')}" for k in keys if old.get(k) != new.get(k)]
+    if changed:
+        raise UserError(
+            f"{run_dir} holds a run that differs from the one asked for:\n"
+            + "\n".join(changed)
+            + "\nUndo the change to go on with that run, or start another with run_dir=DIR."
+        )
+
+
+def _flatten(prefix: str, value: Any) -> dict[str, str]:
+    if isinstance(value, dict) and value:
+        return {k: v for key, inner in value.items() for k, v in _flatten(f"{prefix}.{key}", inner).items()}
+    return {prefix: repr(value)}
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A copy of its own on the CPU; floats in fp32."""
+    tensor = tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
+    return tensor.contiguous()
+
+
+def gather(drafter: nn.Module, optimizer: torch.optim.Optimizer, engine: Any) -> tuple[dict[str, Tensor], Moments, int]:
+    """(model, moments, AdamW's step count). Under DeepSpeed (`engine` not None) a collective that every rank must call."""
+    trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
+    model = {name: _own(t) for name, t in drafter.state_dict().items()}
+    if engine is None:
+        states = {name: optimizer.state[p] for name, p in trained.items()}
+        moments = {kind: {name: _own(s[kind]) for name, s in states.items()} for kind in MOMENTS}
+        count = max((int(s["step"]) for s in states.values()), default=0)
+        return model, moments, count
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    moments = {kind: {} for kind in MOMENTS}
+    for name, p in trained.items():
+        model[name] = _own(safe_get_full_fp32_param(p))
+        for kind in MOMENTS:
+            moments[kind][name] = _own(safe_get_full_optimizer_state(p, kind))
+    count = max(int(s["step"]) for s in engine.optimizer.optimizer.state.values())
+    return model, moments, count
+
+
+def restore_optimizer(drafter: nn.Module, optimizer: torch.optim.Optimizer, engine: Any, moments: Moments, count: int) -> None:
+    """Put AdamW's state back, after the backend has wrapped the model (parameters go in before)."""
+    trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
+    if engine is None:
+        for name, p in trained.items():
+            loaded = {kind: moments[kind][name].to(p.device) for kind in MOMENTS}
+            optimizer.state[p] = {"step": torch.tensor(float(count)), **loaded}
+        return
+    from deepspeed.utils import safe_set_full_optimizer_state
+
+    # ZeRO keeps one flat fp32 partition a group and makes AdamW's state lazily at the first step: make it now, link the
+    # parameters' fragments to it as that first step would, then fill the fragments by name
+    zero = engine.optimizer
+    for group in zero.optimizer.param_groups:
+        for flat in group["params"]:
+            blank = {kind: torch.zeros_like(flat) for kind in MOMENTS}
+            zero.optimizer.state[flat] = {"step": torch.tensor(float(count)), **blank}
+    zero._lazy_init_hp_params_optimizer_state()
+    for name, p in trained.items():
+        for kind in MOMENTS:
+            safe_set_full_optimizer_state(p, moments[kind][name].to(p.device), kind)
