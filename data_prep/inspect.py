@@ -9,6 +9,7 @@ from rich.text import Text
 from torch import Tensor
 
 from data_prep.run import Prepared, prepare
+from data_prep.run import main as check
 from data_prep.supervision import supervised
 from models.source import load_tokenizer, resolve
 from models.target import Target
@@ -55,6 +56,9 @@ def main(recipe: Recipe) -> None:
     def not_there(dtype: torch.dtype) -> Target:
         raise UserError(f"no prepared data for this recipe yet. Run: python -m data_prep.run recipe={recipe.recipe}")
 
+    if recipe.dry_run:
+        check(recipe)
+        return
     if recipe.rows < 1:
         raise UserError(f"rows={recipe.rows} must be at least 1")
     source = resolve(recipe.target)

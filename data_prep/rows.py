@@ -41,7 +41,10 @@ class Rows:
         return self.ids[part].long(), self.answer[part].int()
 
     def subset(self, keep: Sequence[int]) -> "Rows":
-        return make_rows([_lists(self.row(i)) for i in keep], [self.meta[i] for i in keep])
+        parts = [slice(int(self.offsets[i]), int(self.offsets[i + 1])) for i in keep]
+        offsets = torch.tensor([0, *[p.stop - p.start for p in parts]], dtype=torch.int64).cumsum(0)
+        ids, answer = (torch.cat([t[:0], *[t[p] for p in parts]]) for t in (self.ids, self.answer))
+        return Rows(ids, answer, offsets, [self.meta[i] for i in keep])
 
     @staticmethod
     def load(folder: Path) -> "Rows":
@@ -80,10 +83,6 @@ def write_lines(path: Path, values: Sequence[dict[str, Any]]) -> None:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     # not splitlines: a JSON string may hold U+2028 and its like as they are
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-
-
-def _lists(row: tuple[Tensor, Tensor]) -> tuple[list[int], list[int]]:
-    return row[0].tolist(), row[1].tolist()
 
 
 def _check(tensors: dict[str, Tensor], rows: int) -> None:

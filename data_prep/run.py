@@ -145,7 +145,7 @@ def _source_prompts(
         report: dict[str, Any] = {"kind": "hub", "kept": len(prompts)}
     else:
         args, slots = recipe.target.template_args, recipe.data.slots
-        seed = int(sha256_json([recipe.seed, name])[:12], 16)
+        seed = int(sha256_json([recipe.seed, name])[:8], 16)
         prompts, counts = synthesise(lazy.target, name, source, args, slots, seed)
         report = {"kind": "self", **counts}
         fell = ", ".join(f"{count} {reason}" for reason, count in counts["fell"].items())

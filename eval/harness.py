@@ -16,7 +16,17 @@ from data_prep.prompts import Prompt
 from eval import lossless, report, results, tune
 from eval.decode import Decoded, RowResult, Settings, decode
 from eval.matrix import SuccessorMatrix
-from eval.outcome import Outcome, disjoint, encode, flag_loops, longest_prompt, new_matrix, row_seed, warmup_prompts
+from eval.outcome import (
+    Outcome,
+    disjoint,
+    encode,
+    flag_loops,
+    in_dtype,
+    longest_prompt,
+    new_matrix,
+    row_id,
+    warmup_prompts,
+)
 from eval.plan import Entry, check_settings, describe, plan, settings_of, warm_prompts
 from models.eagle3 import Eagle3
 from models.target import Target
@@ -44,16 +54,15 @@ class Bench:
     def limit(self) -> int:
         return longest_prompt(self.target, self.recipe.eval)
 
-    def run(self, settings: Settings, batch: list[list[int]], seeds: list[int], matrix: SuccessorMatrix | None) -> Decoded:
+    def run(
+        self, settings: Settings, batch: list[list[int]], row_ids: list[int], matrix: SuccessorMatrix | None
+    ) -> Decoded:
         drafter = None if settings.decoder == "ar" else self.drafter
-        return self.decode(self.target, drafter, batch, settings, matrix=matrix, seeds=seeds)
+        return self.decode(self.target, drafter, batch, settings, matrix=matrix, row_ids=row_ids)
 
     def matrix_of(self, entry: Entry) -> SuccessorMatrix | None:
         """The matrix in the state that the entry asks for: fresh, or what earlier prompts have left."""
         return new_matrix(self.target) if entry.matrix == "cold" else self.matrices.get(entry.label)
-
-    def seed(self, name: str, turn: int) -> int:
-        return row_seed(self.recipe.eval.seed, name, turn)
 
 
 def evaluate(
@@ -73,22 +82,25 @@ def evaluate(
 
     `warmup` prompts (default: some that ship with Espalier) warm the matrix and serve the tuner; those that are also
     measured are left out. `tuned` is a tuned.json; with eval.tune and none given, tuning comes first. With `out`, the
-    results, report.md, plots and tuned.json are written there. `load_fp32` gives the target in float32, for the lossless
-    check of a run in another dtype.
+    results, report.md, plots and tuned.json are written there. `load_fp32` gives the target in float32, for the
+    lossless check of a run in another dtype.
     """
     check_settings(recipe)
+    drafter = in_dtype(drafter, target.dtype) if drafter is not None else None
     if not prompts:
         raise UserError("no prompts to evaluate. Give prompts=FILE.jsonl with at least one line")
     spare = disjoint(warmup if warmup is not None else warmup_prompts(), prompts)
     with lossless.exact_matmul(target):
         if recipe.eval.tune and tuned is None and drafter is not None:
-            tuned = tune.tune(recipe, target, drafter, spare, decode=decode)
+            beside = Path(drafter_name) if drafter_name else None
+            tuned = tune.tune(recipe, target, drafter, spare, beside, decode=decode)
         bench = Bench(recipe, target, drafter, plan(recipe, tuned, drafter is not None), decode)
         announce(bench, len(prompts))
+        if all(len(encode(target, recipe, prompt)) > bench.limit for prompt in prompts):
+            longest = f"every prompt is longer than {bench.limit} tokens"
+            raise UserError(f"{longest}. Raise eval.max_prompt, or lower eval.max_new_tokens")
         warm_up(bench, spare)
         measure(bench, prompts)
-        if not bench.outcomes["ar"]:
-            raise UserError(f"every prompt is longer than {bench.limit} tokens. Raise eval.max_prompt or lower eval.max_new_tokens")
         flag_loops(bench.outcomes)
         checks = lossless.check(bench, load_fp32)
     tables = results.build(bench, checks, tuned, drafter_name)
@@ -108,7 +120,7 @@ def validation_tau(
     rows: list[RowResult] = []
     for start in range(0, len(fitting), UNTIMED_BATCH):
         batch = fitting[start : start + UNTIMED_BATCH]
-        rows += decode(target, drafter, batch, settings, matrix=None, seeds=[0] * len(batch)).rows
+        rows += decode(target, drafter, batch, settings, matrix=None, row_ids=list(range(len(batch)))).rows
     kept = [row for row in rows if not is_loop(row.tokens)] or rows
     rounds = sum(row.rounds for row in kept)
     return sum(row.emitted for row in kept) / rounds if rounds else 1.0
@@ -117,10 +129,8 @@ def validation_tau(
 def announce(bench: Bench, prompts: int) -> None:
     """Print what will be measured, max_new_tokens included, before the minutes pass."""
     e = bench.recipe.eval
-    print(
-        f"evaluating {prompts} prompts: max_new_tokens {e.max_new_tokens}, temperature {e.temperature:g}, top_p {e.top_p:g}, "
-        f"top_k {e.top_k}, seed {e.seed}, batch {e.batch_size}, prompts up to {bench.limit} tokens"
-    )
+    sampling = f"temperature {e.temperature:g}, top_p {e.top_p:g}, top_k {e.top_k}, seed {e.seed}"
+    print(f"evaluating {prompts} prompts: max_new_tokens {e.max_new_tokens}, {sampling}, batch {e.batch_size}")
     for entry in bench.entries:
         state = f", matrix {entry.matrix}" if entry.matrix else ""
         print(f"  {entry.label}: {describe(entry.settings)}{state}{'' if entry.timed else ' (tau only, not timed)'}")
@@ -132,21 +142,19 @@ def warm_up(bench: Bench, spare: Sequence[Prompt]) -> None:
     encoded = [ids for ids in encoded if len(ids) <= bench.limit]
     wanted = max((warm_prompts(entry.matrix) for entry in bench.entries), default=0)
     if wanted > len(encoded):
-        raise UserError(
-            f"eval.matrix asks for {wanted} warm-up prompts, but only {len(encoded)} are at hand that are not measured. "
-            f"Use eval.matrix=warm-{len(encoded)} or carried"
-        )
+        at_hand = f"only {len(encoded)} are at hand that are not measured"
+        raise UserError(f"eval.matrix asks for {wanted} warm-up prompts, {at_hand}. Use warm-{len(encoded)} or carried")
     for entry in bench.entries:
         if entry.matrix and entry.matrix != "cold":
             bench.matrices[entry.label] = matrix = new_matrix(bench.target)
             batch = encoded[: warm_prompts(entry.matrix)]
             if batch:
-                bench.run(entry.settings, batch, [bench.recipe.eval.seed] * len(batch), matrix)
+                bench.run(entry.settings, batch, list(range(len(batch))), matrix)
     for entry in bench.entries:
         if entry.timed and encoded:
             batch = [encoded[-1]] * bench.recipe.eval.batch_size
             short = replace(entry.settings, max_new_tokens=min(FIRST_TOKENS, entry.settings.max_new_tokens))
-            bench.run(short, batch, [0] * len(batch), new_matrix(bench.target) if entry.matrix else None)
+            bench.run(short, batch, list(range(len(batch))), new_matrix(bench.target) if entry.matrix else None)
 
 
 def measure(bench: Bench, prompts: Sequence[Prompt]) -> None:
@@ -154,7 +162,13 @@ def measure(bench: Bench, prompts: Sequence[Prompt]) -> None:
     bench.outcomes = {entry.label: [] for entry in bench.entries}
     timed = [entry for entry in bench.entries if entry.timed]
     size = bench.recipe.eval.batch_size
-    columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TextColumn("prompts"), TimeRemainingColumn())
+    columns = (
+        TextColumn("evaluating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("prompts"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, TextColumn("{task.fields[now]}")) as progress:
         task = progress.add_task("", total=len(prompts), now="")
         for number, start in enumerate(range(0, len(prompts), size)):
@@ -177,15 +191,15 @@ def measure_batch(bench: Bench, entries: list[Entry], prompts: Sequence[Prompt],
         ids = {i: encode(bench.target, bench.recipe, prompts[i], histories[i]) for i in alive}
         for i in alive:
             if len(ids[i]) > bench.limit:
-                row = {"id": prompts[i].id, "turn": turn + 1, "tokens": len(ids[i]), "limit": bench.limit}
-                bench.skipped.append(row)
+                skipped = {"id": prompts[i].id, "turn": turn + 1, "tokens": len(ids[i]), "limit": bench.limit}
+                bench.skipped.append(skipped)
         alive = [i for i in alive if len(ids[i]) <= bench.limit]
         if not alive:
             break
-        seeds = [bench.seed(prompts[i].id, turn) for i in alive]
+        row_ids = [row_id(prompts[i].id, turn) for i in alive]
         for k in range(len(entries)):
             entry = entries[(k + number) % len(entries)]
-            decoded = bench.run(entry.settings, [ids[i] for i in alive], seeds, matrices[entry.label])
+            decoded = bench.run(entry.settings, [ids[i] for i in alive], row_ids, matrices[entry.label])
             for i, row in zip(alive, decoded.rows, strict=True):
                 fresh[entry.label][i].add(ids[i], row, decoded)
         for i in alive:
@@ -202,8 +216,8 @@ def measure_tau(bench: Bench, entry: Entry) -> None:
     work.sort(key=lambda item: (item[1], len(item[2])))  # turns stay in order; rows of a batch are about as long
     for start in range(0, len(work), UNTIMED_BATCH):
         part = work[start : start + UNTIMED_BATCH]
-        seeds = [bench.seed(base[i].id, turn) for i, turn, _ in part]
-        decoded = bench.run(entry.settings, [ids for _, _, ids in part], seeds, bench.matrix_of(entry))
+        row_ids = [row_id(base[i].id, turn) for i, turn, _ in part]
+        decoded = bench.run(entry.settings, [ids for _, _, ids in part], row_ids, bench.matrix_of(entry))
         for (i, _, ids), row in zip(part, decoded.rows, strict=True):
             outcomes[i].add(ids, row, decoded)
     bench.outcomes[entry.label] = outcomes

@@ -8,20 +8,21 @@ norms of transformers compute in float32 whatever the dtype, so that gap is good
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from eval.outcome import Outcome
+from eval.outcome import Outcome, row_id
 from models.target import Target
 
 if TYPE_CHECKING:
     from eval.harness import Bench
 
 NEAR_TIE = 1e-4
+BATCH = 8  # prompts of one checking call
 SPEED_PROMPTS = 2  # on which transformers' generate is timed against `ar`
 
 
@@ -103,7 +104,7 @@ def check(bench: "Bench", load_fp32: Callable[[], Target] | None = None) -> dict
     """All checks of a finished run; verdicts are also left on the outcomes. Nothing to check at T > 0 or lossless = -1.
 
     Every decoder is compared with `ar` on every prompt (their outputs are at hand), `ar` with generate on
-    `eval.lossless` prompts (0 = all). A run in another dtype than float32 repeats both in float32, when `load_fp32` is given.
+    `eval.lossless` prompts (0 = all). A run in another dtype than float32 repeats both in float32, given `load_fp32`.
     """
     e = bench.recipe.eval
     if e.lossless < 0:
@@ -112,9 +113,11 @@ def check(bench: "Bench", load_fp32: Callable[[], Target] | None = None) -> dict
     if e.temperature == 0:
         referee = Referee(bench.target.model)
         checks["decoders"] = compare_decoders(referee, bench.outcomes)
-        checks["generate"] = compare_generate(referee, bench, bench.target)
         if bench.target.dtype != torch.float32 and load_fp32 is not None:
             checks["float32"] = check_fp32(bench, load_fp32())
+        else:
+            base = bench.outcomes["ar"][: e.lossless or None]
+            checks["generate"] = compare_generate(referee, bench.target, base, e.max_new_tokens)
         _shout(checks)
     return checks
 
@@ -134,14 +137,20 @@ def compare_decoders(referee: Referee, outcomes: dict[str, list[Outcome]]) -> di
     return table
 
 
-def compare_generate(referee: Referee, bench: "Bench", target: Target) -> dict[str, Any]:
-    """Counts of `ar` against transformers' generate, on the first `eval.lossless` prompts."""
+def compare_generate(
+    referee: Referee, target: Target, outcomes: Sequence[Outcome], max_new_tokens: int
+) -> dict[str, Any]:
+    """Counts of `ar`'s outcomes against transformers' generate, in batches of similar lengths."""
+    work = sorted(((len(ids), o, k) for o in outcomes for k, ids in enumerate(o.prompts)), key=lambda item: item[0])
+    verdicts: dict[str, list[str]] = {o.id: [] for o in outcomes}
+    for start in range(0, len(work), BATCH):
+        part = work[start : start + BATCH]
+        theirs = generate(target, [o.prompts[k] for _, o, k in part], max_new_tokens)
+        for (_, o, k), answer in zip(part, theirs, strict=True):
+            verdicts[o.id].append(referee.compare(o.prompts[k], answer, o.outputs[k]))
     tally = Tally()
-    e = bench.recipe.eval
-    for outcome in bench.outcomes["ar"][: e.lossless or None]:
-        pairs = zip(outcome.prompts, outcome.outputs, strict=True)
-        verdicts = [referee.compare(ids, generate(target, ids, e.max_new_tokens), tokens) for ids, tokens in pairs]
-        tally.add(outcome.id, worst(verdicts))
+    for name, found in verdicts.items():
+        tally.add(name, worst(found))
     return tally.record()
 
 
@@ -149,25 +158,24 @@ def check_fp32(bench: "Bench", target: Target) -> dict[str, Any]:
     """Decode again in float32 on `eval.lossless` prompts, every decoder, and compare as above."""
     e = bench.recipe.eval
     drafter = copy.deepcopy(bench.drafter).float() if bench.drafter is not None else None
-    rows = [(o, turn, ids) for o in bench.outcomes["ar"][: e.lossless or None] for turn, ids in enumerate(o.prompts)]
+    base = bench.outcomes["ar"][: e.lossless or None]
+    rows = [(o.id, o.category, k, ids) for o in base for k, ids in enumerate(o.prompts)]
     outcomes: dict[str, list[Outcome]] = {entry.label: [] for entry in bench.entries}
     with exact_matmul(target):
         for entry in bench.entries:
-            for base, turn, ids in rows:
-                helper = None if entry.settings.decoder == "ar" else drafter
-                matrix, seeds = bench.matrix_of(entry), [bench.seed(base.id, turn)]
-                decoded = bench.decode(target, helper, [ids], entry.settings, matrix=matrix, seeds=seeds)
-                outcome = Outcome(f"{base.id}, turn {turn + 1}", base.category, base.batch)
-                outcome.add(ids, decoded.rows[0], decoded)
-                outcomes[entry.label].append(outcome)
+            helper = None if entry.settings.decoder == "ar" else drafter
+            for start in range(0, len(rows), BATCH):
+                part = rows[start : start + BATCH]
+                prompts, row_ids = [ids for *_, ids in part], [row_id(name, turn) for name, _, turn, _ in part]
+                matrix = bench.matrix_of(entry)
+                decoded = bench.decode(target, helper, prompts, entry.settings, matrix=matrix, row_ids=row_ids)
+                for (name, category, turn, ids), row in zip(part, decoded.rows, strict=True):
+                    outcome = Outcome(f"{name}, turn {turn + 1}", category, 0)
+                    outcome.add(ids, row, decoded)
+                    outcomes[entry.label].append(outcome)
         referee = Referee(target.model)
-        table = {"decoders": compare_decoders(referee, outcomes)}
-        tally = Tally()
-        for outcome in outcomes["ar"]:
-            theirs = generate(target, outcome.prompts[0], e.max_new_tokens)
-            tally.add(outcome.id, referee.compare(outcome.prompts[0], theirs, outcome.outputs[0]))
-        table["generate"] = tally.record()
-    return table
+        decoders = compare_decoders(referee, outcomes)
+        return {"decoders": decoders, "generate": compare_generate(referee, target, outcomes["ar"], e.max_new_tokens)}
 
 
 def worst(verdicts: list[str]) -> str:
@@ -177,18 +185,30 @@ def worst(verdicts: list[str]) -> str:
     return "identical"
 
 
-def generate(target: Target, ids: list[int], max_new_tokens: int) -> list[int]:
-    """transformers' own greedy answer, end token included; the model's generation defaults are set aside."""
+def generate(target: Target, prompts: Sequence[list[int]], max_new_tokens: int) -> list[list[int]]:
+    """transformers' own greedy answers, end token included, left-padded; its generation defaults are set aside."""
     from transformers import GenerationConfig
 
-    prompt = torch.tensor([ids], device=target.device)
-    ends = sorted(target.eos_ids)
+    T, ends = max(len(ids) for ids in prompts), sorted(target.eos_ids)
+    pad = ends[0] if ends else 0
+    padded = torch.tensor([[pad] * (T - len(ids)) + ids for ids in prompts], device=target.device)
+    real = torch.tensor([[0] * (T - len(ids)) + [1] * len(ids) for ids in prompts], device=target.device)
     config = GenerationConfig(
-        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=ends or None, pad_token_id=ends[0] if ends else 0
+        max_new_tokens=max_new_tokens, do_sample=False, eos_token_id=ends or None, pad_token_id=pad
     )
-    with torch.no_grad():
-        answer = target.model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=config)
-    return [int(token) for token in answer[0, len(ids) :]]
+    own, target.model.generation_config = target.model.generation_config, config  # what is unset is taken from there
+    try:
+        with torch.no_grad():
+            answers = target.model.generate(padded, attention_mask=real, generation_config=config)
+    finally:
+        target.model.generation_config = own
+    return [_until(answer, target.eos_ids) for answer in answers[:, T:].tolist()]
+
+
+def _until(tokens: list[int], ends: frozenset[int]) -> list[int]:
+    """Cut after the first end token: a row that has ended is padded while others go on."""
+    end = next((k for k, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: end + 1]
 
 
 def time_generate(bench: "Bench") -> dict[str, Any]:
@@ -197,12 +217,12 @@ def time_generate(bench: "Bench") -> dict[str, Any]:
     prompts = [o.prompts[0] for o in bench.outcomes["ar"][:SPEED_PROMPTS]]
     tokens = {"ar": 0, "generate": 0}
     seconds = {"ar": 0.0, "generate": 0.0}
-    generate(bench.target, prompts[0], 2)
+    generate(bench.target, prompts[:1], 2)
     for ids in prompts:
         start = time.perf_counter()
         tokens["ar"] += len(bench.run(entry.settings, [ids], [0], None).rows[0].tokens)
         middle = time.perf_counter()
-        tokens["generate"] += len(generate(bench.target, ids, entry.settings.max_new_tokens))
+        tokens["generate"] += len(generate(bench.target, [ids], entry.settings.max_new_tokens)[0])
         seconds["ar"] += middle - start
         seconds["generate"] += time.perf_counter() - middle
     return {"prompts": len(prompts), **{f"{k}_tokens_per_s": tokens[k] / max(seconds[k], 1e-9) for k in tokens}}
@@ -215,7 +235,10 @@ def _shout(checks: dict[str, Any]) -> None:
     for label, counts in tables.items():
         if counts["diverged"]:
             names = ", ".join(counts["diverged"][:8])
-            print(f"\n*** NOT LOSSLESS: {label} differs on {len(counts['diverged'])} prompts in float32: {names} ***\n", flush=True)
+            print(
+                f"\n*** NOT LOSSLESS: {label} differs on {len(counts['diverged'])} prompts in float32: {names} ***\n",
+                flush=True,
+            )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,15 +1,19 @@
 """What one decoder did on one prompt, and how prompts become token ids. No decoder is run here."""
 
+import copy
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from data_prep.loops import is_loop
 from data_prep.prompts import SHIPPED, Prompt, read_file
 from data_prep.template import prompt_ids
 from eval.decode import Decoded, RowResult
 from eval.matrix import SuccessorMatrix
+from models.eagle3 import Eagle3
 from models.target import Target
 from recipes.schema import EvalConfig, Recipe
 
@@ -19,7 +23,7 @@ SPARE_POSITIONS = 16  # a tree reaches this far past the last token, at most
 
 @dataclass
 class Outcome:
-    """One decoder on one prompt, summed over its turns. Seconds and batch rounds are this prompt's share of its batch."""
+    """One decoder on one prompt, summed over its turns; seconds and batch rounds are its share of its batch."""
 
     id: str
     category: str
@@ -92,10 +96,15 @@ def disjoint(spare: Sequence[Prompt], measured: Sequence[Prompt]) -> list[Prompt
 
 
 def new_matrix(target: Target) -> SuccessorMatrix:
-    return SuccessorMatrix(target.vocab_size, device=target.device)
+    return SuccessorMatrix(target.vocab_size, target.device)
 
 
-def row_seed(seed: int, name: str, turn: int) -> int:
-    """A seed of the prompt alone, whatever its place or its batch."""
-    digest = hashlib.sha256(f"{seed}:{name}:{turn}".encode()).digest()
+def in_dtype(drafter: Eagle3, dtype: torch.dtype) -> Eagle3:
+    """The drafter in the target's dtype, as an engine would run it; a copy where it is trained in another."""
+    return drafter if next(drafter.parameters()).dtype == dtype else copy.deepcopy(drafter).to(dtype)
+
+
+def row_id(name: str, turn: int) -> int:
+    """Names the noise of one answer at T > 0: by prompt and turn alone, whatever the order or the batch."""
+    digest = hashlib.sha256(f"{name}:{turn}".encode()).digest()
     return int.from_bytes(digest[:4], "big")

@@ -1,14 +1,11 @@
 """What an evaluation runs: the recipe's settings checked, and one Entry for each decoder of the table."""
 
-import difflib
 import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from eval.decode import Settings
-from recipes.schema import EvalConfig, Recipe, UserError
-
-DECODERS = ("ar", "chain", "eagle", "graft")
+from recipes.schema import DECODERS, EvalConfig, Recipe, UserError, validate
 
 
 @dataclass(frozen=True)
@@ -23,25 +20,8 @@ class Entry:
 
 def check_settings(recipe: Recipe) -> None:
     """Refuse settings that no decoder can honour. Needs neither weights nor prompts."""
-    e = recipe.eval
-    _require(e.temperature >= 0, "eval.temperature", e.temperature, "0 or more (0 = greedy)")
-    _require(0 < e.top_p <= 1, "eval.top_p", e.top_p, "above 0 and at most 1 (1 = off)")
-    _require(e.top_k >= 0, "eval.top_k", e.top_k, "0 or more (0 = off)")
-    for key in ("depth", "branch", "nodes", "chain_length", "max_new_tokens", "batch_size", "max_prompt"):
-        value = getattr(e, key)
-        _require(value >= 1, f"eval.{key}", value, "1 or more")
-    _require(e.limit >= 0, "eval.limit", e.limit, "0 (all prompts) or more")
-    _require(all(0 <= gate <= 1 for gate in e.gates), "eval.gates", list(e.gates), "probabilities from 0 to 1")
-    _require(len(e.gates) <= 3, "eval.gates", list(e.gates), "at most three: after draft depths 1, 2 and 6")
-    names = [recipe.decoder] if recipe.decoder else list(e.decoders)
-    where = "decoder" if recipe.decoder else "eval.decoders"
-    _require(bool(names), where, names, f"at least one of {', '.join(DECODERS)}")
-    for name in names:
-        if name not in DECODERS:
-            near = difflib.get_close_matches(name, DECODERS, n=1, cutoff=0.3)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise UserError(f"{where}: no decoder {name!r}.{hint} Known: {', '.join(DECODERS)}")
-    warm_prompts(e.matrix)
+    validate(recipe)
+    warm_prompts(recipe.eval.matrix)
 
 
 def warm_prompts(matrix: str) -> int:
@@ -50,7 +30,9 @@ def warm_prompts(matrix: str) -> int:
         return 0
     found = re.fullmatch(r"warm-(\d+)", matrix)
     if not found or int(found[1]) < 1:
-        raise UserError(f"eval.matrix: {matrix!r} is not a state of the successor matrix. Use cold, carried or warm-N (N >= 1)")
+        raise UserError(
+            f"eval.matrix: {matrix!r} is not a state of the successor matrix. Use cold, carried or warm-N (N >= 1)"
+        )
     return int(found[1])
 
 
@@ -75,8 +57,8 @@ def settings_of(decoder: str, e: EvalConfig, **changes: Any) -> Settings:
 def plan(recipe: Recipe, tuned: dict[str, Any] | None = None, drafter: bool = True) -> list[Entry]:
     """The rows of the table, `ar` first.
 
-    With tuned settings `chain` gets its best length, and `eagle` and `graft` share the budget of the faster of the two, so
-    that their difference is what retrieval brings; the recipe's own chain length is kept beside them, for its tau alone.
+    With tuned settings `chain` gets its best length, and `eagle` and `graft` share the budget of the faster of the two,
+    so that their difference is what retrieval brings; the recipe's own chain length is kept beside them, for tau alone.
     """
     check_settings(recipe)
     e = recipe.eval
@@ -101,7 +83,9 @@ def tuned_shapes(tuned: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if "graft" in best:
         shapes["graft"]["gates"] = tuple(best["graft"]["gates"])
     if "eagle" in best and "graft" in best:
-        leader, other = ("graft", "eagle") if best["graft"]["tokens_per_s"] >= best["eagle"]["tokens_per_s"] else ("eagle", "graft")
+        leader, other = (
+            ("graft", "eagle") if best["graft"]["tokens_per_s"] >= best["eagle"]["tokens_per_s"] else ("eagle", "graft")
+        )
         for key in ("depth", "branch", "nodes"):
             shapes[other][key] = shapes[leader][key]
     return shapes
@@ -124,8 +108,3 @@ def settings_record(entry: Entry, batch_size: int) -> dict[str, Any]:
     record = asdict(entry.settings)
     record["gates"] = list(entry.settings.gates)
     return {**record, "batch_size": batch_size, "matrix": entry.matrix or "none", "timed": entry.timed}
-
-
-def _require(holds: bool, key: str, value: object, wanted: str) -> None:
-    if not holds:
-        raise UserError(f"{key}={value!r}: must be {wanted}")

@@ -20,7 +20,9 @@ K = TypeVar("K", int, str)
 Pairs = list[tuple[Outcome, Outcome]]  # (this decoder, `ar`) on the same prompt
 
 
-def build(bench: "Bench", checks: dict[str, Any], tuned: dict[str, Any] | None, drafter_name: str) -> list[dict[str, Any]]:
+def build(
+    bench: "Bench", checks: dict[str, Any], tuned: dict[str, Any] | None, drafter_name: str
+) -> list[dict[str, Any]]:
     """One results.json dict an entry, in the order of the plan."""
     about = environment(bench.target)
     return [
@@ -100,13 +102,19 @@ def figures(pairs: Pairs, timed: bool = True, seed: int = 0) -> dict[str, Any]:
 
 
 def _speeds(rows: Sequence[Outcome], base: Sequence[Outcome], timed: bool, seed: int) -> dict[str, Any]:
-    """Tokens/s of decoding (prefill apart) beside the baseline's; the interval resamples batches, which share a clock."""
+    """Tokens/s of decoding (prefill apart) beside the baseline's; the interval resamples batches, one clock each."""
     tokens, seconds = _column(rows, "emitted"), _column(rows, "seconds")
     base_tokens, base_seconds = _column(base, "emitted"), _column(base, "seconds")
     baseline = stats.ratio(base_tokens, base_seconds)
     speed = stats.ratio(tokens, seconds)
     if not timed or not rows:
-        return {"tokens_per_s": None, "baseline_tokens_per_s": baseline, "speedup": None, "speedup_ci95": None, "prefill_s": None}
+        return {
+            "tokens_per_s": None,
+            "baseline_tokens_per_s": baseline,
+            "speedup": None,
+            "speedup_ci95": None,
+            "prefill_s": None,
+        }
     batches = [o.batch for o in rows]
     columns = [stats.grouped(column, batches) for column in (tokens, seconds, base_tokens, base_seconds)]
     return {

@@ -1,7 +1,7 @@
 """Intervals for ratios of sums, by a paired bootstrap over prompts (methods.md 8: prompts are the unit that varies).
 
-A resample draws whole prompts, so a prompt's numerator, denominator and its baseline run move together. Every figure is a
-ratio of sums, never a mean of per-prompt ratios: long answers count for what they cost.
+A resample draws whole prompts, so a prompt's numerator, denominator and its baseline run move together. Every figure is
+a ratio of sums, never a mean of per-prompt ratios: long answers count for what they cost.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def speedup_interval(
 
 
 def grouped(values: Column, groups: Sequence[int]) -> NDArray[np.float64]:
-    """Sums of values [n] by group number, in the order of first appearance: a batch shares one clock, so it is one unit."""
+    """Sums of values [n] by group, in order of first appearance: a batch shares one clock, so it is one unit."""
     order = {group: place for place, group in enumerate(dict.fromkeys(groups))}
     sums = np.zeros(len(order))
     np.add.at(sums, [order[group] for group in groups], np.asarray(values, dtype=np.float64))

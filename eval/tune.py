@@ -1,15 +1,17 @@
 """Choose decoder, draft length and tree size for this machine, by measurement.
 
 On a CPU a verified row costs real time and on a GPU a drafter step does, so the best setting depends on both the head
-and the machine. Every candidate decodes the same validation prompts, interleaved prompt by prompt, so that all of them see
-the same text and the same weather. A candidate's speed is predicted as
+and the machine. Every candidate decodes the same validation prompts, interleaved prompt by prompt, so that all of them
+see the same text and the same weather. A candidate's speed is predicted as
 
     tokens a round (sums over the prompts; greedy rounds are deterministic)  /  median over prompts of its round's cost
 
-which is steadier than tokens over seconds. The field shrinks as prompts are added: all candidates, then the best few, then a
-run-off of three. `ar` runs everywhere, and wins when nothing beats it.
+which is steadier than tokens over seconds. The field shrinks as prompts are added: all candidates, then the best few,
+then a run-off of three. `ar` runs everywhere, and wins when nothing beats it.
 """
 
+import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,14 +22,14 @@ from typing import Any
 from data_prep.prompts import Prompt
 from eval.decode import Decoded, Settings, decode
 from eval.matrix import SuccessorMatrix
-from eval.outcome import STAGES, encode, longest_prompt, new_matrix, row_seed
-from eval.plan import DECODERS, describe, settings_of
+from eval.outcome import STAGES, encode, in_dtype, longest_prompt, new_matrix, row_id
+from eval.plan import describe, settings_of
 from eval.results import environment
 from models.eagle3 import Eagle3
 from models.target import Target
 from recipes.cli import entry
 from recipes.files import write_json
-from recipes.schema import Recipe, UserError
+from recipes.schema import DECODERS, Recipe, UserError
 
 FILE = "tuned.json"
 WARM_PROMPTS = 5
@@ -36,7 +38,10 @@ FEW, FINALISTS = 6, 3
 BUDGET_SECONDS = 90.0  # later rounds stop early beyond this
 CHAINS_CPU, CHAINS_GPU = (1, 2, 3, 5), (1, 2, 3, 4, 5, 7)
 TREES_CPU = ((2, 1), (3, 2), (4, 2), (6, 3), (9, 4))  # (nodes, depth)
-TREES_GPU = tuple((nodes, depth) for nodes in (8, 16, 24, 32, 48, 60) for depth in (2, 3, 4, 6, 8) if 2 * depth <= nodes)
+HIGHER_GATES = 3  # graft is also tried with gates this much higher: stop sooner, retrieve more
+TREES_GPU = tuple(
+    (nodes, depth) for nodes in (8, 16, 24, 32, 48, 60) for depth in (2, 3, 4, 6, 8) if 2 * depth <= nodes
+)
 
 
 @dataclass
@@ -113,11 +118,15 @@ def tune(
 
     The first prompts warm graft's matrix, the others are decoded; none of them may be among the measured ones.
     """
+    drafter = in_dtype(drafter, target.dtype)
     start = time.perf_counter()
     warm, batches = _prompts(recipe, target, prompts)
     base = warm_matrix(target, drafter, recipe, warm, decode)
     trials = [_trial(s, base) for s in settings or candidates(recipe, target.device.type)]
-    print(f"tuning: {len(trials)} settings on up to {sum(n for n, _ in ROUNDS)} validation prompts, about {budget:.0f} s at most")
+    prompts_used = min(len(batches), sum(count for count, _ in ROUNDS))
+    print(
+        f"tuning: {len(trials)} settings on {prompts_used} validation prompts or batches, about {budget:.0f} s at most"
+    )
     run = _runner(target, drafter, decode)
     for trial in trials:  # first calls compile, allocate and fault pages in
         run(replace_tokens(trial, 8), *batches[0])
@@ -143,7 +152,7 @@ def tune(
         "table": [trial.record() for trial in sorted(trials, key=lambda t: (-len(t.seconds), -t.speed))],
         "cost_curve": cost_curve(trials),
     }
-    if folder is not None:
+    if folder is not None and os.access(folder, os.W_OK):
         write_json(folder / FILE, tuned)
     print(f"tuned in {tuned['seconds']:.0f} s: {best.settings.decoder}, {describe(best.settings)}")
     return tuned
@@ -160,6 +169,7 @@ def measured_grid(
     settings: Sequence[Settings] | None = None,
 ) -> list[dict[str, Any]]:
     """Every candidate on every prompt, interleaved: what the tuner's choice is judged against. Fastest first."""
+    drafter = in_dtype(drafter, target.dtype)
     warm, batches = _prompts(recipe, target, prompts)
     base = warm_matrix(target, drafter, recipe, warm, decode)
     trials = [_trial(s, base) for s in settings or candidates(recipe, target.device.type)]
@@ -182,18 +192,22 @@ def shortfall(grid: list[dict[str, Any]], chosen: dict[str, Any]) -> float:
 
 
 def candidates(recipe: Recipe, device: str) -> list[Settings]:
-    """`ar`, chains of a few lengths, and the same tree budgets for eagle and graft, within the recipe's depth and nodes."""
+    """`ar`, chains of a few lengths, and one set of tree budgets for eagle and graft, within the recipe's."""
     e = recipe.eval
     names = [recipe.decoder] if recipe.decoder else list(e.decoders)
     gpu = device == "cuda"
-    shapes = [(n, d) for n, d in (TREES_GPU if gpu else TREES_CPU) if n <= e.nodes and d <= e.depth] or [(e.nodes, e.depth)]
+    shapes = [(n, d) for n, d in (TREES_GPU if gpu else TREES_CPU) if n <= e.nodes and d <= e.depth] or [
+        (e.nodes, e.depth)
+    ]
     found = [settings_of("ar", e)]
     if "chain" in names:
         found += [settings_of("chain", e, depth=k, nodes=k) for k in (CHAINS_GPU if gpu else CHAINS_CPU)]
     for name in ("eagle", "graft"):
         if name in names:
             found += [settings_of(name, e, nodes=n, depth=d, branch=min(e.branch, n)) for n, d in shapes]
-    return found
+    higher = tuple(min(0.9, HIGHER_GATES * gate) for gate in e.gates)
+    roomy = [s for s in found if s.decoder == "graft" and s.depth > 1 and s.nodes > 3]
+    return found + [replace(s, gates=higher) for s in roomy if any(e.gates)]
 
 
 def verified_rows(settings: Settings) -> int:
@@ -223,8 +237,10 @@ def warm_matrix(
     matrix = new_matrix(target)
     if warm:
         e = recipe.eval
-        settings = settings_of("graft", e, nodes=min(6, e.nodes), depth=min(2, e.depth), max_new_tokens=min(48, e.max_new_tokens))
-        decode(target, drafter, warm, settings, matrix=matrix, seeds=[e.seed] * len(warm))
+        settings = settings_of(
+            "graft", e, nodes=min(6, e.nodes), depth=min(2, e.depth), max_new_tokens=min(48, e.max_new_tokens)
+        )
+        decode(target, drafter, warm, settings, matrix=matrix, row_ids=list(range(len(warm))))
     return matrix
 
 
@@ -256,9 +272,7 @@ def replace_tokens(trial: Trial, tokens: int) -> Trial:
 
 
 def read(folder: Path, recipe: Recipe, target: Target) -> dict[str, Any] | None:
-    """tuned.json beside a drafter, when it was measured on a machine and a batch like this one; else None, said aloud."""
-    import json
-
+    """tuned.json beside a drafter, if it was measured on a machine and a batch like these; else None, said aloud."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -267,10 +281,16 @@ def read(folder: Path, recipe: Recipe, target: Target) -> dict[str, Any] | None:
         then, now = tuned["measured_on"], environment(target)
         same = ["device", "hardware", "dtype", "threads"]
         differs = [f"{key} {then[key]} (now {now[key]})" for key in same if then[key] != now[key]]
-        wanted = {"batch_size": recipe.eval.batch_size, "temperature": recipe.eval.temperature, "target": target.fingerprint}
+        wanted = {
+            "batch_size": recipe.eval.batch_size,
+            "temperature": recipe.eval.temperature,
+            "target": target.fingerprint,
+        }
         differs += [f"{key} {tuned[key]} (now {value})" for key, value in wanted.items() if tuned[key] != value]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is not a tuned.json of ours ({error}). Delete it; eval.tune=true measures again") from error
+        raise UserError(
+            f"{path} is not a tuned.json of ours ({error}). Delete it; eval.tune=true measures again"
+        ) from error
     if differs:
         print(f"{path} is set aside: measured with {', '.join(differs)}")
         return None
@@ -281,13 +301,13 @@ def _trial(settings: Settings, base: SuccessorMatrix) -> Trial:
     return Trial(settings, base.copy() if settings.decoder == "graft" else None)
 
 
-Batch = tuple[list[list[int]], list[int]]  # prompts of one call, and their seeds
+Batch = tuple[list[list[int]], list[int]]  # prompts of one call, and their row ids
 
 
 def _runner(target: Target, drafter: Eagle3, decode: Callable[..., Decoded]) -> Callable[..., Decoded]:
-    def run(trial: Trial, batch: list[list[int]], seeds: list[int]) -> Decoded:
+    def run(trial: Trial, batch: list[list[int]], row_ids: list[int]) -> Decoded:
         helper = None if trial.settings.decoder == "ar" else drafter
-        return decode(target, helper, batch, trial.settings, matrix=trial.matrix, seeds=seeds)
+        return decode(target, helper, batch, trial.settings, matrix=trial.matrix, row_ids=row_ids)
 
     return run
 
@@ -298,7 +318,9 @@ def _prompts(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> tuple
     named = [(p.id, encode(target, recipe, p)) for p in prompts]
     named = [(name, ids) for name, ids in named if len(ids) <= limit]
     if not named:
-        raise UserError("tuning needs validation prompts that fit the model and are not measured themselves. Or: eval.tune=false")
+        raise UserError(
+            "tuning needs validation prompts that fit the model and are not measured themselves. Or: eval.tune=false"
+        )
     warming = min(WARM_PROMPTS, len(named) // 3)
     warm, rest = [ids for _, ids in named[:warming]], named[warming:]
     size = recipe.eval.batch_size
@@ -307,7 +329,7 @@ def _prompts(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> tuple
     batches = []
     for start in range(0, len(rest) - size + 1, size):
         part = rest[start : start + size]
-        batches.append(([ids for _, ids in part], [row_seed(recipe.eval.seed, name, 0) for name, _ in part]))
+        batches.append(([ids for _, ids in part], [row_id(name, 0) for name, _ in part]))
     return warm, batches
 
 
@@ -324,7 +346,8 @@ def main(recipe: Recipe) -> None:
     tuned["shortfall"] = shortfall(grid, tuned["chosen"])
     write_json(folder / FILE, tuned)
     for row in grid:
-        print(f"{row['decoder']:6} {row['shape']:50} tau {row['tau']:.2f}  {row['ms_per_round']:7.1f} ms  {row['tokens_per_s']:6.1f} tokens/s")
+        figures = f"tau {row['tau']:.2f}  {row['ms_per_round']:7.1f} ms  {row['tokens_per_s']:6.1f} tokens/s"
+        print(f"{row['decoder']:6} {row['shape']:50} {figures}")
     print(f"the choice is {100 * tuned['shortfall']:.1f} % below the best of the grid; written to {folder / FILE}")
 
 

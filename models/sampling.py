@@ -27,7 +27,7 @@ def law(logits: Tensor, temperature: float | Tensor, top_k: int = 0, top_p: floa
         scaled = scaled.masked_fill(scaled < threshold, float("-inf"))
     probabilities = scaled.softmax(-1)
     if top_p < 1.0:
-        ordered, index = probabilities.sort(-1, descending=True, stable=True)
+        ordered, index = probabilities.sort(dim=-1, descending=True, stable=True)
         beyond = ordered.cumsum(-1) - ordered >= top_p
         kept = torch.zeros_like(probabilities).scatter(-1, index, ordered.masked_fill(beyond, 0.0))
         probabilities = kept / kept.sum(-1, keepdim=True)

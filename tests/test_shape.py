@@ -21,7 +21,7 @@ FORBIDDEN = {
     "train": set[str](),
 }
 HEAVY = {"deepspeed", "wandb", "datasets", "matplotlib", "peft"}
-SUPPRESSIONS = re.compile(r"#\s*(type:\s*ignore|noqa|fmt:\s*(off|skip)|pragma:\s*no\s*cover|pylint:|ruff:)")
+SUPPRESSIONS = re.compile(r"#\s*(type:\s*ignore|noqa|pragma:\s*no\s*cover|pylint:|ruff:)")
 
 
 def name(path: Path) -> str:

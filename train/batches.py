@@ -77,7 +77,8 @@ def _merge(groups: list[Step], lengths: np.ndarray, batch_tokens: int) -> list[S
             steps.append(list(group))
             size = more
     if len(steps) > 1 and size * 2 < batch_tokens:
-        steps[-2] += steps.pop()
+        stub = steps.pop()
+        steps[-1] += stub
     return steps
 
 
@@ -131,6 +132,9 @@ class Schedule:
             last = cursor.index + 1 == len(steps)
             cursor = Cursor(cursor.step + 1, cursor.epoch + last, 0 if last else cursor.index + 1)
             yield rows, cursor
+
+    def epochs_done(self, cursor: Cursor) -> float:
+        return cursor.epoch + (cursor.index / len(self.epoch(cursor.epoch)) if cursor.index else 0.0)
 
     def ends_epoch(self, cursor: Cursor) -> bool:
         """Whether an epoch, or the run, has just ended."""

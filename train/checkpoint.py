@@ -12,7 +12,6 @@ because nothing draws from it: row order is a function of (seed, epoch), and no 
 import json
 import os
 import shutil
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,7 +84,10 @@ class Store:
         make_folder(self.folder)
         with whole_folder(self.path(step)) as aside:
             save_file(model, aside / "model.safetensors")
-            save_file({f"{kind}/{n}": t for kind in MOMENTS for n, t in moments[kind].items()}, aside / "optimizer.safetensors")
+            save_file(
+                {f"{kind}/{n}": t for kind in MOMENTS for n, t in moments[kind].items()},
+                aside / "optimizer.safetensors",
+            )
             (aside / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
         self.point("latest", step)
         kept = {step, *self.steps()[-max(1, keep) :], self.named("best"), state.best()}
@@ -118,7 +120,10 @@ class Store:
 
     def moments(self, step: int) -> Moments:
         flat = load_file(self.path(step) / "optimizer.safetensors")
-        return {kind: {n.removeprefix(f"{kind}/"): t for n, t in flat.items() if n.startswith(f"{kind}/")} for kind in MOMENTS}
+        return {
+            kind: {n.removeprefix(f"{kind}/"): t for n, t in flat.items() if n.startswith(f"{kind}/")}
+            for kind in MOMENTS
+        }
 
     def resume(self, identity: dict[str, str]) -> State | None:
         """The state to go on from, or None for a fresh run. Refused when the run is another one."""
@@ -138,10 +143,12 @@ def run_identity(recipe: Recipe, **hashes: str) -> dict[str, str]:
     return {k: v for k, v in flat.items() if k not in FREE} | hashes
 
 
-def refuse_change(old: dict[str, str], new: dict[str, str], run_dir: Path, only: Iterable[str] | None = None) -> None:
+def refuse_change(old: dict[str, str], new: dict[str, str], run_dir: Path) -> None:
     """UserError with every difference, one a line."""
-    keys = sorted((old.keys() | new.keys()) if only is None else set(only))
-    changed = [f"  {k}: was {old.get(k, '(absent)')}, now {new.get(k, '(absent)')}" for k in keys if old.get(k) != new.get(k)]
+    keys = sorted(old.keys() | new.keys())
+    changed = [
+        f"  {k}: was {old.get(k, '(absent)')}, now {new.get(k, '(absent)')}" for k in keys if old.get(k) != new.get(k)
+    ]
     if changed:
         raise UserError(
             f"{run_dir} holds a run that differs from the one asked for:\n"
@@ -163,7 +170,7 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def gather(drafter: nn.Module, optimizer: torch.optim.Optimizer, engine: Any) -> tuple[dict[str, Tensor], Moments, int]:
-    """(model, moments, AdamW's step count). Under DeepSpeed (`engine` not None) a collective that every rank must call."""
+    """(model, moments, AdamW's step count). Under DeepSpeed (`engine`) a collective that all ranks must call."""
     trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
     model = {name: _own(t) for name, t in drafter.state_dict().items()}
     if engine is None:
@@ -182,7 +189,9 @@ def gather(drafter: nn.Module, optimizer: torch.optim.Optimizer, engine: Any) ->
     return model, moments, count
 
 
-def restore_optimizer(drafter: nn.Module, optimizer: torch.optim.Optimizer, engine: Any, moments: Moments, count: int) -> None:
+def restore_optimizer(
+    drafter: nn.Module, optimizer: torch.optim.Optimizer, engine: Any, moments: Moments, count: int
+) -> None:
     """Put AdamW's state back, after the backend has wrapped the model (parameters go in before)."""
     trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
     if engine is None:

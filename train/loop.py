@@ -25,7 +25,7 @@ from data_prep.rows import Rows
 from recipes.schema import Recipe, TrainConfig, UserError
 from train.batches import Schedule, Step, deal, load_batch
 from train.checkpoint import State, Store, gather, restore_optimizer
-from train.objective import LOSS, Objective
+from train.objective import Objective
 from train.tracking import Tracking
 
 # Rank 0 prepares data, evaluates and waits for nobody; the others wait for it this long before they call it dead.
@@ -37,14 +37,15 @@ Score = Callable[[int], float | None]  # step -> validation tau; called on the m
 def make_accelerator(device: torch.device, clip: float) -> Accelerator:
     """One for the whole process; make it after the target is loaded (ZeRO-3 would partition the target).
 
-    Mixed precision is the objective's own autocast over fp32 parameters, the same under every backend, so accelerate and
-    DeepSpeed are told "no"; clipping is the recipe's, whatever the config file says.
+    Mixed precision is the objective's own autocast over fp32 parameters, the same under every backend, so accelerate
+    and DeepSpeed are told "no"; clipping is the recipe's, whatever the config file says.
     """
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     cpu = device.type == "cpu"
-    group = InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=PATIENCE)
-    accelerator = Accelerator(cpu=cpu and not deepspeed, mixed_precision="no", kwargs_handlers=[group])
     launched = int(os.environ.get("WORLD_SIZE", "1"))
+    group = InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=PATIENCE)
+    handlers = [group] if launched > 1 or deepspeed else []  # a group of one process alone is not set up by accelerate
+    accelerator = Accelerator(cpu=cpu and not deepspeed, mixed_precision="no", kwargs_handlers=handlers)
     if accelerator.num_processes != launched:
         raise UserError(
             f"{launched} processes were launched, but each sees {accelerator.num_processes}: they would train apart. "
@@ -74,12 +75,14 @@ def learning_rate(step: int, total: int, cfg: TrainConfig) -> float:
 def make_optimizer(objective: Objective, cfg: TrainConfig) -> torch.optim.AdamW:
     """AdamW over the drafter's fp32 parameters; gains and biases are not decayed."""
     trained = [p for p in objective.drafter.parameters() if p.requires_grad]
-    groups = [{"params": trained}]
+    groups: list[dict[str, Any]] = [{"params": trained}]
     if cfg.weight_decay > 0:
         groups = [{"params": [p for p in trained if p.dim() > 1]}]
         groups.append({"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0})
     betas = (cfg.betas[0], cfg.betas[1])
-    return torch.optim.AdamW([g for g in groups if g["params"]], cfg.learning_rate, betas, weight_decay=cfg.weight_decay)
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]], cfg.learning_rate, betas, weight_decay=cfg.weight_decay
+    )
 
 
 @dataclass
@@ -95,7 +98,9 @@ class Window:
 class Loop:
     """One run: the objective under its backend, and where it stands."""
 
-    def __init__(self, recipe: Recipe, objective: Objective, rows: Rows, accelerator: Accelerator, run_dir: Path) -> None:
+    def __init__(
+        self, recipe: Recipe, objective: Objective, rows: Rows, accelerator: Accelerator, run_dir: Path
+    ) -> None:
         self.recipe, self.cfg, self.objective, self.rows = recipe, recipe.train, objective, rows
         self.accelerator, self.run_dir, self.store = accelerator, run_dir, Store(run_dir)
         self.schedule = Schedule(rows.lengths, recipe.train, recipe.seed)
@@ -170,8 +175,10 @@ class Loop:
         return norm
 
     def _backward(self, x: Any, counts: Tensor, last: bool) -> tuple[Tensor, Tensor]:
-        """Forward and backward of one micro-batch. The loss is a share of an exact mean over all ranks, so the backend's
-        averaging of gradients over ranks is undone."""
+        """Forward and backward of one micro-batch.
+
+        The loss is a share of an exact mean over all ranks, so the backend's averaging over ranks is undone.
+        """
         quiet = nullcontext() if last or self.engine is not None else self.accelerator.no_sync(self.model)
         with quiet:
             loss, sums = self.model(x, counts)
@@ -196,23 +203,27 @@ class Loop:
         losses = self.window.losses
         if len(losses) >= -index and not math.isfinite(float(losses[index])):
             step = self.state.cursor.step + (1 if index == -2 else 0) + index + 1
-            kept = f"step-{self.saved} is the newest good checkpoint" if self.saved > 0 else "no checkpoint was saved yet"
+            kept = (
+                f"step-{self.saved} is the newest good checkpoint" if self.saved > 0 else "no checkpoint was saved yet"
+            )
             raise UserError(
                 f"the loss of step {step + 1} is not a number: training stopped; {kept}. "
-                f"Try a lower train.learning_rate (now {self.cfg.learning_rate:g}), or a longer train.warmup, in another run_dir."
+                f"Try a lower train.learning_rate (now {self.cfg.learning_rate:g}) or a longer train.warmup."
             )
 
     def _log(self, norm: Any, tracking: Tracking | None) -> None:
         """Figures since the last line, over all ranks; the loss is the mean of the optimiser steps' losses."""
         self._check_finite(-1)
         window, seconds = self.window, time.perf_counter() - self.window.since
-        losses = self.accelerator.reduce(torch.stack(window.losses).sum().double(), reduction="sum") / len(window.losses)
+        losses = self.accelerator.reduce(torch.stack(window.losses).sum().double(), reduction="sum") / len(
+            window.losses
+        )
         sums = self.accelerator.reduce(torch.stack(window.sums).sum(0), reduction="sum")
         figures = self.objective.metrics(sums)
         supervised = figures.pop("supervised", 0)
         step = self.state.cursor.step
         self.last = {
-            "epoch": self.state.cursor.epoch,
+            "epoch": round(self.schedule.epochs_done(self.state.cursor), 4),
             "loss": round(float(losses), 7),
             **figures,
             "lr": learning_rate(step - 1, self.schedule.total, self.cfg),
@@ -232,8 +243,8 @@ class Loop:
         model, moments, count = gather(self.objective.drafter, self.optimizer, self.engine)
         if not all(bool(t.isfinite().all()) for t in model.values() if t.is_floating_point()):
             raise UserError(
-                f"a parameter is not a number after step {self.state.cursor.step}: training stopped, nothing was saved. "
-                f"Try a lower train.learning_rate (now {self.cfg.learning_rate:g}) in another run_dir."
+                f"a parameter is not a number after step {self.state.cursor.step}: training stopped, it is not saved. "
+                f"Try a lower train.learning_rate (now {self.cfg.learning_rate:g}) or a longer train.warmup."
             )
         self.state.optimizer_step = count
         if self.accelerator.is_main_process:
@@ -248,7 +259,8 @@ class Loop:
 
     def _score(self, score: Score | None, tracking: Tracking | None) -> None:
         """Measure on the main process, tell the others, and let `best` follow."""
-        step, told = self.state.cursor.step, [None]
+        step = self.state.cursor.step
+        told: list[float | None] = [None]
         if self.accelerator.is_main_process and score is not None:
             if self.bar is not None:
                 self.bar.update(self.bar.task_ids[0], status="measuring validation tau")
@@ -268,7 +280,13 @@ class Loop:
     def _progress(self) -> Any:
         if not self.accelerator.is_main_process or not Console().is_terminal:
             return nullcontext()
-        columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[status]}"))
+        columns = (
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[status]}"),
+        )
         self.bar = Progress(*columns)
         self.bar.add_task("", total=self.schedule.total, completed=self.state.cursor.step, status="")
         return self.bar

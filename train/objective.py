@@ -1,7 +1,7 @@
 """What is learned: the teacher, the loss of EAGLE-3's training-time test, and what is measured beside it.
 
-Slot p sees the features of x[0..p] and the embedding of x[p+1+i] at unroll step i, and predicts x[p+2+i]; its teacher is
-the target's distribution at position q = p+1+i. Sources: EAGLE-3 (arXiv 2503.01840) and its code, for the soft
+Slot p sees the features of x[0..p] and the embedding of x[p+1+i] at unroll step i, and predicts x[p+2+i]; its teacher
+is the target's distribution at position q = p+1+i. Sources: EAGLE-3 (arXiv 2503.01840) and its code, for the soft
 cross-entropy on kept vocabulary; the normaliser (mean over the whole optimiser step) is ours.
 B rows, T positions, H hidden, C features, V vocabulary, Vd kept vocabulary, S unroll steps, n selected slots.
 """
@@ -37,7 +37,7 @@ def teacher_best(target: Target, final_nH: Tensor) -> Tensor:
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """-sum_v p_v log q_v and its gradient q - p in one pass: one [n, Vd] tensor is kept for backward, in logits' dtype."""
+    """-sum_v p_v log q_v and its gradient q - p in one pass: one [n, Vd] tensor is kept for backward."""
 
     @staticmethod
     def forward(ctx: Any, logits_nV: Tensor, teacher_mV: Tensor, rows_n: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,8 +78,8 @@ def step_weights(steps: int, decay: float) -> list[float]:
 def survival(match_SN: Tensor, supervised_SN: Tensor) -> tuple[Tensor, Tensor]:
     """Chains at risk and chains surviving at each draft position [S], [S].
 
-    A chain is at risk at step i while every earlier draft matched; where its answer ended it is censored: it leaves both
-    counts and is not a miss (Kaplan and Meier 1958).
+    A chain is at risk at step i while every earlier draft matched; where its answer ended it is censored: it leaves
+    both counts and is not a miss (Kaplan and Meier 1958).
     """
     joint_SN = match_SN.long().cumprod(0).bool()
     before_SN = torch.cat([torch.ones_like(joint_SN[:1]), joint_SN[:-1]])
@@ -134,7 +134,11 @@ class Objective(nn.Module):
 class UnrollLoss(Objective):
     """EAGLE-3's training-time test over one micro-batch (methods.md 3.2)."""
 
-    def __init__(self, drafter: Eagle3, target: Target, vocab: VocabMap, steps: int, decay: float, bf16: bool = False) -> None:
+    drafter: Eagle3
+
+    def __init__(
+        self, drafter: Eagle3, target: Target, vocab: VocabMap, steps: int, decay: float, bf16: bool = False
+    ) -> None:
         super().__init__()
         self.drafter = drafter
         self.target, self.vocab, self.steps, self.decay, self.bf16 = target, vocab, steps, decay, bf16
@@ -164,10 +168,10 @@ class UnrollLoss(Objective):
         return x.supervised_SBT[i] & (shift_left(x.best_BT, 1 + i, -1) >= 0)
 
     def forward(self, x: Inputs, counts_S: Tensor) -> tuple[Tensor, Tensor]:
-        """This micro-batch's share of the optimiser step's loss, whose means divide by `counts`; and metric sums [6, S].
+        """This micro-batch's share of the optimiser step's loss, whose means divide by `counts`; metric sums [6, S].
 
-        A micro-batch without a slot for some step passes one slot with weight zero, so that every rank and every backward
-        runs the same modules and reaches every parameter.
+        A micro-batch without a slot for some step passes one slot with weight zero, so that every rank and every
+        backward runs the same modules and reaches every parameter.
         """
         B, T = x.ids_BT.shape
         sums = torch.zeros(6, self.steps, dtype=torch.float64, device=x.ids_BT.device)

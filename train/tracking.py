@@ -74,7 +74,7 @@ def truncate(path: Path, step: int) -> None:
             kept.append(line + "\n")
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
-    os.replace(temporary, path)
+    temporary.replace(path)
 
 
 def flatten(values: dict[str, Any]) -> dict[str, Any]:

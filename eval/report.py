@@ -1,0 +1,294 @@
+"""One page that says what the drafter is worth here: report.md, the picture, and a table on the terminal.
+
+Every sentence here is made of the tables that it stands beside.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from eval import plots
+from eval.tune import FILE as TUNED_FILE
+from eval.verdict import Table, interval_text, judged, named, times, verdict
+from recipes.files import make_folder, write_json, write_text
+
+PICTURE = "report.png"
+TAU = (
+    "tau = tokens emitted by rounds / rounds, summed over prompts: accepted drafts plus the target's own token; the "
+    "token of prefill belongs to no round, and what is cut at the end token or at max_new_tokens does not count."
+)
+CLOCK = (
+    "Speed-up = tokens/s over that of `ar`, plain decoding in the same engine and process, decoders interleaved on the "
+    "same prompts, warm-up excluded, prefill timed apart. Intervals: 95 %, paired bootstrap over prompts, sums by sums."
+)
+LOOP = (
+    "Loop: an n-gram of up to 32 tokens at least four times in a row, over at least 24 tokens, in any decoder's output."
+)
+NOT_FREE = (
+    "On a CPU verification is not free: each further row of a round costs time, so short drafts and small trees win."
+)
+
+
+def write(tables: list[Table], tuned: dict[str, Any] | None, out: Path) -> None:
+    """results.json (the headline decoder), results-NAME.json for each, the picture, report.md last; each file whole."""
+    make_folder(out)
+    for table in tables:
+        write_json(out / f"results-{table['decoder']}.json", table)
+    if tuned is not None:
+        write_json(out / TUNED_FILE, tuned)
+    plots.draw(tables, out / PICTURE)
+    write_json(out / "results.json", headline(tables))
+    write_text(out / "report.md", page(tables, tuned))
+
+
+def headline(tables: list[Table]) -> Table:
+    """The decoder that results.json is about: graft where it ran, else the last one timed."""
+    return named(tables, "graft") or [table for table in tables if table["settings"]["timed"]][-1]
+
+
+def page(tables: list[Table], tuned: dict[str, Any] | None) -> str:
+    """report.md."""
+    sections = [
+        "# What this drafter is worth",
+        verdict(tables),
+        main_table(tables),
+        f"![speed-up, acceptance by position, milliseconds]({PICTURE})",
+        "## What brings it\n\n" + "\n".join(f"- {line}" for line in parts(tables)),
+        "## By category\n\n" + category_table(tables),
+        "## Is the output the target's own?\n\n" + "\n".join(f"- {line}" for line in lossless_lines(tables)),
+        "## How it was measured\n\n" + "\n".join(f"- {line}" for line in method(tables, tuned)),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def main_table(tables: list[Table]) -> str:
+    """One row a decoder: all prompts, and beside each figure the one without flagged loops."""
+    rows = [
+        "| decoder | draft | tau [95 %] | tau, no loops | tokens/s | speed-up [95 %] | speed-up, no loops [95 %] |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for table in tables:
+        all_, clean = table["overall"], table["overall"]["loops"]["without"]
+        cells = [
+            table["decoder"],
+            f"{table['shape']}{matrix_text(table)}",
+            f"{all_['tau']:.2f}{interval_text(all_['tau_ci95'])}",
+            number(clean["tau"], clean),
+            speed(all_["tokens_per_s"]),
+            times(all_),
+            times(clean),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    count, flagged = tables[0]["overall"]["prompts"], tables[0]["overall"]["loops"]["flagged"]
+    rows.append(f"\n{count} prompts, {flagged} of them flagged as loops (an output that repeats itself).")
+    return "\n".join(rows)
+
+
+def matrix_text(table: Table) -> str:
+    state = table["settings"]["matrix"]
+    return "" if state == "none" else f", matrix {state}"
+
+
+def number(value: float, figures: dict[str, Any]) -> str:
+    return f"{value:.2f}" if figures["prompts"] else "-"
+
+
+def speed(value: float | None) -> str:
+    return "not timed" if value is None else f"{value:.1f}"
+
+
+def parts(tables: list[Table]) -> list[str]:
+    """What the head alone brings, what retrieval adds at the same budget, and what verification costs."""
+    lines = []
+    for name, words in (("chain", "The head alone, drafting a chain"), ("eagle", "The head alone, drafting a tree")):
+        table = named(tables, name)
+        if table is not None:
+            f = judged(table)
+            lines.append(f"{words} ({table['shape']}): tau {f['tau']:.2f}, {times(f)}.")
+    lines += [
+        f"For scale, {t['settings']['depth']} drafts in a row: tau {judged(t)['tau']:.2f} (in batches, not timed)."
+        for t in tables
+        if t["decoder"].startswith("chain-")
+    ]
+    lines += retrieval(tables)
+    if tables[0]["environment"]["device"] == "cpu":
+        chosen = " Tree size and draft length were chosen by the measured cost curve." if tables[0]["tuned"] else ""
+        lines.append(NOT_FREE + chosen)
+    return lines
+
+
+def retrieval(tables: list[Table]) -> list[str]:
+    """graft beside eagle at the same budget, and where graft's accepted drafts came from."""
+    graft, eagle, cold = named(tables, "graft"), named(tables, "eagle"), named(tables, "graft-cold")
+    if graft is None:
+        return []
+    f = judged(graft)
+    sources = f["accepted_by_source"]
+    total = sum(sources.values())
+    shares = (
+        ", ".join(f"{100 * count / total:.0f} % from {name}" for name, count in sorted(sources.items()))
+        if total
+        else "none"
+    )
+    lines = [f"Graft's accepted drafts: {shares}; rounds stopped at each gate: {counts(f['stopped_by_gate'])}."]
+    shape = ("depth", "branch", "nodes")
+    if eagle is not None and all(eagle["settings"][k] == graft["settings"][k] for k in shape):
+        g = judged(eagle)
+        ratio = (
+            f"{f['speedup'] / g['speedup']:.2f}x its speed" if f["speedup"] and g["speedup"] else "speed not compared"
+        )
+        lines.append(
+            f"Retrieval at the same budget (graft beside eagle): tau {f['tau']:.2f} against {g['tau']:.2f}, {ratio}."
+        )
+    if cold is not None:
+        c = judged(cold)
+        warm = f"with {graft['settings']['matrix']}: tau {f['tau']:.2f}, {times(f)}"
+        lines.append(f"From a cold matrix: tau {c['tau']:.2f}, {times(c)}; {warm}.")
+    return lines
+
+
+def counts(table: dict[str, int]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in table.items()) or "none"
+
+
+def category_table(tables: list[Table]) -> str:
+    """tau (and speed-up where timed) of each decoder by category, loops left out."""
+    shown = [t for t in tables if t["decoder"] != "ar"]
+    if not shown:
+        return ""
+    rows = [
+        "| category | prompts | loops | " + " | ".join(t["decoder"] for t in shown) + " |",
+        "|---" * (3 + len(shown)) + "|",
+    ]
+    for name in shown[0]["categories"]:
+        cells = []
+        for table in shown:
+            clean = table["categories"][name]["loops"]["without"]
+            pace = f", {clean['speedup']:.2f}x" if clean["speedup"] is not None else ""
+            cells.append(f"{clean['tau']:.2f}{pace}" if clean["prompts"] else "all loop")
+        first = shown[0]["categories"][name]
+        rows.append(f"| {name} | {first['prompts']} | {first['loops']['flagged']} | " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n\ntau, and speed-up where timed; flagged loops left out."
+
+
+def lossless_lines(tables: list[Table]) -> list[str]:
+    """The counts of every check that ran, and a loud line for what fails."""
+    checks, temperature = tables[0]["checks"], tables[0]["settings"]["temperature"]
+    lines = []
+    if not checks:
+        lines.append("Not checked (eval.lossless=-1).")
+    elif temperature > 0:
+        lines.append(f"T = {temperature:g}: outputs are samples, so they are not compared token for token.")
+    else:
+        exact = checks["dtype"] == "float32"
+        lines += _count_lines(checks, checks["dtype"], exact)
+        if not exact and "float32" in checks:
+            lines += _count_lines(checks["float32"], "float32", True)
+        if not exact:
+            lines.append(
+                f"{checks['dtype']} differences are counted the same way, not called lossless: rounding parts them."
+            )
+    if "speed" in checks:
+        lines.append(baseline_line(checks["speed"]))
+    return lines
+
+
+def baseline_line(speed: dict[str, Any]) -> str:
+    """`ar` beside transformers' generate: a slow baseline would flatter every speed-up."""
+    ours, theirs = speed["ar_tokens_per_s"], speed["generate_tokens_per_s"]
+    word = "at least as fast" if ours >= theirs else "**SLOWER, so the speed-ups here are flattered**"
+    pair = f"the baseline `ar` makes {ours:.1f} tokens/s where transformers' generate makes {theirs:.1f}"
+    return f"{pair[0].upper()}{pair[1:]} ({speed['prompts']} prompts, prefill included): {word}."
+
+
+def _count_lines(checks: dict[str, Any], dtype: str, exact: bool) -> list[str]:
+    names = {f"{label} against ar": c for label, c in checks["decoders"].items() if label != "ar"}
+    if "generate" in checks:
+        names["ar against transformers' generate"] = checks["generate"]
+    lines = []
+    for name, c in names.items():
+        line = f"{name}, {dtype}: {c['checked']} checked, {c['identical']} identical, {c['near_ties']} proven near-ties"
+        if c["diverged"]:
+            line += (
+                f", {len(c['diverged'])} different"
+                if not exact
+                else f", **{len(c['diverged'])} NOT LOSSLESS**: " + ", ".join(c["diverged"][:8])
+            )
+        lines.append(line + ".")
+    return lines
+
+
+def method(tables: list[Table], tuned: dict[str, Any] | None) -> list[str]:
+    """Everything that a reader needs to repeat it, or to doubt it."""
+    t = headline(tables)
+    s, env = t["settings"], t["environment"]
+    sampling = f"temperature {s['temperature']:g}, top_p {s['top_p']:g}, top_k {s['top_k']}, seed {s['seed']}"
+    versions = f"torch {env['torch']}, transformers {env['transformers']}"
+    drafter = t["drafter"] or "of this run"
+    lines = [
+        f"{env['hardware']} ({env['device']}), {env['threads']} threads, {env['dtype']}, {versions}.",
+        f"Target {t['target']['path']}, drafter {drafter}; template arguments {t['target']['template_args']}.",
+        f"max_new_tokens {s['max_new_tokens']}, {sampling}, batch {s['batch_size']}.",
+        TAU,
+        CLOCK,
+        LOOP,
+    ]
+    if tuned:
+        lines += tuning_lines(tuned)
+    if t["skipped"]:
+        names = ", ".join(f"{row['id']} turn {row['turn']} ({row['tokens']} tokens)" for row in t["skipped"][:12])
+        lines.append(
+            f"{len(t['skipped'])} turns were longer than {t['skipped'][0]['limit']} tokens and left out: {names}."
+        )
+    return lines
+
+
+def tuning_lines(tuned: dict[str, Any]) -> list[str]:
+    """The cost curve and the tuner's choice."""
+    curve = tuned["cost_curve"]
+    verify = ", ".join(f"{rows} rows {ms:.1f}" for rows, ms in curve["verify_ms_by_rows"].items())
+    draft = ", ".join(f"depth {depth} {ms:.1f}" for depth, ms in curve["draft_ms_by_depth"].items())
+    chosen = tuned["chosen"]
+    plain = next((row for row in tuned["table"] if row["decoder"] == "ar"), None)
+    against = f" where ar makes {plain['tokens_per_s']:.1f}" if plain else ""
+    choice = f"{chosen['decoder']}, {chosen['shape']} (predicted {chosen['tokens_per_s']:.1f} tokens/s{against})"
+    lines = [
+        f"Settings were chosen in {tuned['seconds']:.0f} s by the measured cost curve, on validation prompts that no "
+        f"figure here uses. Verification, ms: {verify}. Drafting, ms: {draft}.",
+        f"The tuner's own choice: {choice}.",
+    ]
+    if "shortfall" in tuned:
+        below = f"{100 * tuned['shortfall']:.1f} % below the best"
+        lines.append(f"On the measured grid of {len(tuned['grid'])} settings that choice is {below}.")
+    return lines
+
+
+def summary(tables: list[Table], out: Path | None) -> None:
+    """The table and the verdict, last on the terminal."""
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    sys.stdout.flush()
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    grid = RichTable(
+        title=f"{tables[0]['overall']['prompts']} prompts, max_new_tokens {tables[0]['settings']['max_new_tokens']}"
+    )
+    for name in ("decoder", "draft", "tau", "no loops", "tokens/s", "speed-up [95 %]", "no loops", "identical"):
+        grid.add_column(name, justify="left" if name in ("decoder", "draft") else "right")
+    for table in tables:
+        all_, clean = table["overall"], table["overall"]["loops"]["without"]
+        same = all_["lossless"]
+        grid.add_row(
+            table["decoder"],
+            table["shape"].partition(", top-")[0],
+            f"{all_['tau']:.2f}",
+            number(clean["tau"], clean),
+            speed(all_["tokens_per_s"]),
+            times(all_),
+            "-" if clean["speedup"] is None else f"{clean['speedup']:.2f}x",
+            f"{same['identical']}+{same['near_ties']}/{same['checked']}" if same["checked"] else "-",
+        )
+    console.print(grid)
+    console.print(verdict(tables).replace("**", ""), highlight=False, markup=False)
+    if out is not None:
+        console.print(f"report: {out / 'report.md'}", highlight=False, markup=False, soft_wrap=True)

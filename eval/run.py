@@ -1,0 +1,157 @@
+"""`python -m eval.run recipe=NAME drafter=DIR [decoder=graft] [prompts=FILE.jsonl] [out=DIR]`: what is it worth here?
+
+Everything that can be refused is refused before weights load; results appear whole or not at all.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+
+from data_prep.prompts import Prompt, load_prompts
+from eval import harness, tune
+from eval.outcome import disjoint, warmup_prompts
+from eval.plan import Entry, check_settings, describe, plan, warm_prompts
+from models.eagle3 import Eagle3
+from models.layouts import check_drafter, load_drafter, read_provenance
+from models.source import resolve
+from models.target import Target, choose_device, choose_dtype, load_target
+from recipes.cli import entry
+from recipes.files import make_folder
+from recipes.schema import Recipe, UserError
+
+# what generation configs may ask for and a tree of drafts cannot honour losslessly without knowing the path's history
+NOT_APPLIED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "min_p": None}
+
+
+def main(recipe: Recipe) -> None:
+    prompts = check(recipe)
+    entries = plan(recipe, drafter=needs_drafter(recipe))
+    if recipe.dry_run:
+        print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
+        print(cost(recipe, prompts, entries))
+        return
+    out = make_folder(out_folder(recipe))
+    if needs_drafter(recipe):
+        target, drafter, folder = load(recipe)
+        tuned = tune.read(folder, recipe, target) if recipe.eval.tune else None
+        if recipe.eval.tune and tuned is None:
+            spare = disjoint(warmup_prompts(), prompts)
+            tuned = tune.tune(recipe, target, drafter, spare, folder)
+        harness.evaluate(
+            recipe,
+            target,
+            drafter,
+            prompts,
+            out,
+            tuned=tuned,
+            drafter_name=str(folder),
+            load_fp32=lambda: load_exact(recipe),
+        )
+    else:
+        target = load_eval_target(recipe)
+        harness.evaluate(recipe, target, None, prompts, out, load_fp32=lambda: load_exact(recipe))
+
+
+def check(recipe: Recipe) -> list[Prompt]:
+    """All mistakes that show without weights; returns the prompts to measure."""
+    check_settings(recipe)
+    device = choose_device(recipe.device)
+    choose_dtype(dtype_name(recipe), device)
+    prompts = load_prompts(recipe.prompts or recipe.eval.prompts, recipe.eval.limit)
+    wanted, spare = warm_prompts(recipe.eval.matrix), disjoint(warmup_prompts(), prompts)
+    if wanted > len(spare):
+        words = f"only {len(spare)} warm-up prompts are at hand. Use warm-{len(spare)} or carried"
+        raise UserError(f"eval.matrix=warm-{wanted}: {words}")
+    if needs_drafter(recipe):
+        check_belongs(recipe)
+    elif not recipe.dry_run:
+        resolve(recipe.target)
+    return prompts
+
+
+def check_belongs(recipe: Recipe) -> None:
+    """Refuse a drafter that is missing or is another target's. A dry run neither downloads nor converts a target."""
+    folder = drafter_folder(recipe)
+    if recipe.dry_run and not recipe.drafter and not folder.is_dir():
+        print(f"no drafter in {folder} yet")
+        return
+    existing_drafter(recipe)
+    if recipe.dry_run and not Path(recipe.target.path).expanduser().is_dir():
+        fingerprint = read_provenance(folder).get("fingerprint", "")
+    else:
+        fingerprint = resolve(recipe.target).fingerprint
+    check_drafter(folder, fingerprint)
+
+
+def load(recipe: Recipe) -> tuple[Target, Eagle3, Path]:
+    """The target in the evaluation's dtype, and the drafter that belongs to it."""
+    folder = existing_drafter(recipe)
+    target = load_eval_target(recipe)
+    return target, load_drafter(folder, target), folder
+
+
+def load_eval_target(recipe: Recipe) -> Target:
+    device = choose_device(recipe.device)
+    target = load_target(recipe.target, device, choose_dtype(dtype_name(recipe), device))
+    warn_not_applied(target.folder)
+    return target
+
+
+def load_exact(recipe: Recipe) -> Target:
+    return load_target(recipe.target, choose_device(recipe.device), torch.float32)
+
+
+def dtype_name(recipe: Recipe) -> str:
+    return recipe.eval.dtype if recipe.eval.dtype != "auto" else recipe.target.dtype
+
+
+def needs_drafter(recipe: Recipe) -> bool:
+    return any(name != "ar" for name in ([recipe.decoder] if recipe.decoder else recipe.eval.decoders))
+
+
+def run_folder(recipe: Recipe) -> Path:
+    return Path(recipe.run_dir) if recipe.run_dir else Path("runs") / Path(recipe.recipe).stem
+
+
+def drafter_folder(recipe: Recipe) -> Path:
+    return Path(recipe.drafter).expanduser() if recipe.drafter else run_folder(recipe) / "drafter"
+
+
+def existing_drafter(recipe: Recipe) -> Path:
+    folder = drafter_folder(recipe)
+    if not folder.is_dir():
+        raise UserError(f"drafter={folder}: no such folder. Train one (train/eagle.py) or give drafter=DIR")
+    return folder
+
+
+def out_folder(recipe: Recipe) -> Path:
+    return Path(recipe.out).expanduser() if recipe.out else run_folder(recipe) / "eval" / "run"
+
+
+def warn_not_applied(folder: Path) -> None:
+    """Say which of the target's own sampling habits are left out: they would change what lossless means."""
+    path = folder / "generation_config.json"
+    wishes = json.loads(path.read_text()) if path.is_file() else {}
+    for key, off in NOT_APPLIED.items():
+        if wishes.get(key, off) not in (off, None):
+            print(f"note: the target's generation_config asks for {key}={wishes[key]}; no decoder here applies it")
+
+
+def cost(recipe: Recipe, prompts: list[Prompt], entries: list[Entry]) -> str:
+    """What a run would do, before it does it."""
+    turns, limit = sum(len(prompt.turns) for prompt in prompts), recipe.eval.max_new_tokens
+    most = f"at most {turns * limit} tokens a decoder"
+    lines = [f"{len(prompts)} prompts, {turns} turns, max_new_tokens {limit}: {most}"]
+    for row in entries:
+        lines.append(f"  {row.label}: {describe(row.settings)}{f', matrix {row.matrix}' if row.matrix else ''}")
+    if recipe.eval.tune:
+        seconds = f"about {tune.BUDGET_SECONDS:.0f} s"
+        lines.append(f"  settings are tuned first ({seconds}) unless the drafter carries a tuned.json of this machine")
+    lines.append(f"results, report.md and plots go to {out_folder(recipe)}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    entry(main)

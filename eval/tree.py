@@ -1,0 +1,64 @@
+"""A draft tree: what a drafter proposes and a verifier walks.
+
+B rows, N nodes (the root, index 0, is the last committed token), M candidates. Parents come before children.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DRAFTER, RETRIEVAL = 0, 1  # where a node came from
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """tokens, parents (the root is its own), cumulative log-probabilities, source and validity of each node [B, N];
+    `depth` bounds every node's depth. Invalid nodes are padding: no path includes them."""
+
+    tokens: Tensor
+    parents: Tensor
+    scores: Tensor
+    source: Tensor
+    valid: Tensor
+    depth: int
+
+    @property
+    def size(self) -> int:
+        return self.tokens.shape[1]
+
+    def ancestors(self) -> Tensor:
+        """[B, N, N] bool: `ancestors[b, n, m]` = m lies on the path from the root to n, n included."""
+        B, N = self.parents.shape
+        own = torch.eye(N, dtype=torch.bool, device=self.parents.device).expand(B, N, N)
+        index = self.parents.unsqueeze(2).expand(B, N, N)
+        seen = own
+        for _ in range(self.depth):
+            seen = seen.gather(1, index) | own
+        return seen
+
+    def children(self, node_B: Tensor, token_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Is there a child of `node` that says `token`, and which -> (bool [B], index [B])."""
+        match = (self.parents == node_B.unsqueeze(1)) & (self.tokens == token_B.unsqueeze(1)) & self.valid
+        match[:, 0] = False
+        return match.any(1), match.to(torch.uint8).argmax(1)
+
+
+def root_only(tokens_B: Tensor) -> DraftTree:
+    """Plain decoding: nothing drafted."""
+    tokens = tokens_B.unsqueeze(1)
+    zeros = torch.zeros_like(tokens)
+    return DraftTree(tokens, zeros, zeros.float(), zeros, torch.ones_like(tokens, dtype=torch.bool), 0)
+
+
+def compact(tree: DraftTree) -> DraftTree:
+    """Valid nodes first, in order, and no more columns than the fullest row needs."""
+    order = (~tree.valid).to(torch.uint8).sort(dim=1, stable=True).indices
+    place = torch.empty_like(order).scatter_(1, order, torch.arange(tree.size, device=order.device).expand_as(order))
+    width = int(tree.valid.sum(1).max())
+    order = order[:, :width]
+    valid = tree.valid.gather(1, order)
+    parents = place.gather(1, tree.parents.gather(1, order)) * valid
+    return DraftTree(
+        tree.tokens.gather(1, order), parents, tree.scores.gather(1, order), tree.source.gather(1, order), valid, tree.depth
+    )

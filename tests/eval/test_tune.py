@@ -1,0 +1,152 @@
+"""The tuner against price lists whose best setting is known."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from eval import tune
+from eval.decode import Decoded, Settings
+from models.target import Target
+from recipes.schema import UserError
+from tests.eval.fakes import FakeDecode, FakeTarget, fake_drafter, fake_prompts, fake_recipe
+
+TARGET, DRAFTER = cast(Target, FakeTarget()), fake_drafter()
+PROMPTS = fake_prompts(18)
+
+
+def accepts(rate: float) -> Callable[[Settings], float]:
+    """Accepted drafts a round: a chain's geometric sum; a tree is worth a little more, retrieval a little on top."""
+
+    def of(s: Settings) -> float:
+        if s.decoder == "ar":
+            return 0.0
+        chain = sum(rate**k for k in range(1, s.depth + 1))
+        return chain * {"chain": 1.0, "eagle": 1.1, "graft": 1.15}[s.decoder] if s.nodes > s.depth else chain
+
+    return of
+
+
+def cost(step: float, row: float, draft: float, noise: float = 0.0) -> Callable[[Settings], float]:
+    dice = random.Random(0)
+
+    def of(s: Settings) -> float:
+        price = step if s.decoder == "ar" else step + row * s.nodes + draft * s.depth
+        late = 5 * noise * price if dice.random() < 0.1 else 0.0  # now and then the machine does something else
+        return price * (1 + noise * dice.uniform(-1, 1)) + late
+
+    return of
+
+
+def tuned(decode: FakeDecode, **more: Any) -> dict[str, Any]:
+    return tune.tune(fake_recipe(max_new_tokens=64), TARGET, DRAFTER, PROMPTS, decode=decode, **more)
+
+
+def best_of(
+    accept: Callable[[Settings], float], price: Callable[[Settings], float]
+) -> tuple[float, Callable[[dict[str, Any]], float]]:
+    def speed(s: Settings) -> float:
+        return (1 + accept(s)) / price(s)
+
+    def of(row: dict[str, Any]) -> float:
+        keys = ("decoder", "depth", "branch", "nodes")
+        return speed(Settings(**{key: row[key] for key in keys}))
+
+    return max(speed(s) for s in tune.candidates(fake_recipe(), "cpu")), of
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize("prices", [(27.0, 3.5, 3.0), (27.0, 8.0, 1.0), (10.0, 0.1, 2.0)])
+def test_the_choice_is_within_three_percent_of_the_best(rate: float, prices: tuple[float, float, float]) -> None:
+    decode = FakeDecode(accepts=accepts(rate), cost=cost(*prices, noise=0.05))
+    best, speed = best_of(accepts(rate), cost(*prices))
+    assert speed(tuned(decode)["chosen"]) >= 0.97 * best
+
+
+def test_speculation_is_off_where_it_cannot_pay() -> None:
+    decode = FakeDecode(accepts=accepts(0.1), cost=cost(27.0, 20.0, 10.0))
+    assert tuned(decode)["chosen"]["decoder"] == "ar"
+
+
+def test_the_field_shrinks_and_the_finalists_ran_the_same_prompts() -> None:
+    found = tuned(FakeDecode(accepts=accepts(0.5), cost=cost(27.0, 3.5, 3.0)))
+    calls = [row["calls"] for row in found["table"]]
+    most = sum(count for count, _ in tune.ROUNDS)
+    assert tune.FINALISTS <= calls.count(most) <= tune.FINALISTS + 1
+    assert calls.count(tune.ROUNDS[0][0]) > len(calls) / 2
+    assert {row["decoder"] for row in found["best"].values()} == {"chain", "eagle", "graft"}
+
+
+def test_the_cost_curve_is_reported() -> None:
+    found = tuned(FakeDecode(accepts=accepts(0.5), cost=cost(27.0, 3.5, 3.0)))
+    verify = found["cost_curve"]["verify_ms_by_rows"]
+    assert verify["1"] == pytest.approx(13.5)
+    assert list(map(int, verify)) == sorted(map(int, verify))
+    assert found["cost_curve"]["draft_ms_by_depth"]
+
+
+def test_the_budget_ends_the_later_rounds() -> None:
+    found = tuned(FakeDecode(accepts=accepts(0.5), cost=cost(27.0, 3.5, 3.0)), budget=0.0)
+    assert {row["calls"] for row in found["table"]} == {tune.ROUNDS[0][0]}
+
+
+def test_warm_up_prompts_are_not_decoded_again() -> None:
+    decode = FakeDecode()
+    tuned(decode)
+    warm = decode.calls[0]
+    assert len(warm.prompts) == tune.WARM_PROMPTS
+    assert not any(ids in warm.prompts for call in decode.calls[1:] for ids in call.prompts)
+
+
+def test_every_graft_candidate_has_a_matrix_of_its_own() -> None:
+    decode = FakeDecode()
+    tuned(decode)
+    owners: dict[int, set[Settings]] = {}
+    for call in decode.calls[1:]:
+        if call.settings.decoder == "graft":
+            owners.setdefault(id(call.matrix), set()).add(replace(call.settings, max_new_tokens=1))
+        else:
+            assert call.matrix is None
+    assert owners and all(len(settings) == 1 for settings in owners.values())
+
+
+def test_the_measured_grid_judges_the_choice() -> None:
+    decode = FakeDecode(accepts=accepts(0.5), cost=cost(27.0, 3.5, 3.0))
+    grid = tune.measured_grid(fake_recipe(max_new_tokens=64), TARGET, DRAFTER, PROMPTS, decode=decode)
+    assert len(grid) == len(tune.candidates(fake_recipe(), "cpu"))
+    assert [row["tokens_per_s"] for row in grid] == sorted((row["tokens_per_s"] for row in grid), reverse=True)
+    assert tune.shortfall(grid, grid[0]) == 0
+    assert tune.shortfall(grid, tuned(decode)["chosen"]) < 0.03
+
+
+def test_the_gpu_grid_is_larger() -> None:
+    gpu = tune.candidates(fake_recipe(), "cuda")
+    assert len(gpu) > 2 * len(tune.candidates(fake_recipe(), "cpu"))
+    assert max(s.nodes for s in gpu) == 60 and max(s.depth for s in gpu) == 8
+
+
+def test_a_batch_is_one_call() -> None:
+    decode = FakeDecode()
+    tune.tune(fake_recipe(batch_size=4, max_new_tokens=16), TARGET, DRAFTER, PROMPTS, decode=decode)
+    assert {len(call.prompts) for call in decode.calls[1:]} == {4}
+
+
+def test_tuned_settings_come_back_on_the_same_machine_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = fake_recipe(max_new_tokens=16)
+    assert tune.read(tmp_path, recipe, TARGET) is None
+    wrote = tune.tune(recipe, TARGET, DRAFTER, PROMPTS, tmp_path, decode=FakeDecode())
+    assert tune.read(tmp_path, recipe, TARGET) == json.loads(json.dumps(wrote))
+    assert tune.read(tmp_path, fake_recipe(batch_size=8), TARGET) is None
+    assert "batch_size 1 (now 8)" in capsys.readouterr().out
+    (tmp_path / tune.FILE).write_text("{")
+    with pytest.raises(UserError, match="Delete it"):
+        tune.read(tmp_path, recipe, TARGET)
+
+
+def test_no_prompts_no_tuning() -> None:
+    with pytest.raises(UserError, match="validation prompts"):
+        tune.tune(fake_recipe(), TARGET, DRAFTER, [], decode=cast(Callable[..., Decoded], FakeDecode()))

@@ -1,0 +1,178 @@
+"""The entry point, from a prompt file to a measured drafter, on a tiny random target."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from models.eagle3 import Eagle3, Eagle3Config
+from models.layouts import load_drafter
+from models.target import Target
+from models.vocab import VocabMap
+from recipes.schema import Recipe, UserError, load
+from tests.train.reading import curve
+from train.checkpoint import Store
+from train.cost import parameters
+from train.eagle import main
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = "fox dog quick lazy brown jumps over the a b c d e f g h i j k l m n o p q r s t u v w x y z".split()
+
+
+def prompts(path: Path, count: int, first: int) -> Path:
+    lines = [" ".join(WORDS[(first + i * 7 + j * (i + 3)) % len(WORDS)] for j in range(6)) for i in range(count)]
+    path.write_text(
+        "".join(
+            json.dumps({"id": f"{path.stem}-{i}", "category": "x", "turns": [t]}) + "\n" for i, t in enumerate(lines)
+        )
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def arguments(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("files")
+    recipe = folder / "tiny.yaml"
+    recipe.write_text(
+        f"""
+target: {{path: {model_folder}}}
+data:
+  sources: {{mine: {{kind: file, path: {prompts(folder / "training.jsonl", 24, 0)}}}}}
+  max_length: 96
+  answer_tokens: 16
+  slots: 8
+  drop_loops: false
+  validation_rows: 4
+  cache: {folder / "cache"}
+eagle: {{draft_vocab: 200, unroll_steps: 3}}
+train: {{epochs: 2, batch_tokens: 400, micro_batch_tokens: 200, learning_rate: 1.0e-3, log_every: 1, tracker: none}}
+eval:
+  prompts: {prompts(folder / "report.jsonl", 3, 11)}
+  decoders: [ar, chain]
+  max_new_tokens: 12
+  chain_length: 3
+  depth: 3
+  matrix: cold
+  lossless: -1
+"""
+    )
+    return [f"recipe={recipe}"]
+
+
+def recipe(arguments: list[str], run_dir: Path, *more: str) -> Recipe:
+    return load([*arguments, f"run_dir={run_dir}", *more])
+
+
+@pytest.fixture(scope="module")
+def run_dir(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    main(recipe(arguments, folder))
+    return folder
+
+
+def test_the_run_folder_holds_what_it_should(run_dir: Path, target: Target) -> None:
+    store = Store(run_dir)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    best = store.named("best")
+    assert best == summary["best_step"] and len(summary["scores"]) == 2
+    assert all(tau >= 1 for tau in summary["scores"].values())
+    results = run_dir / "eval" / f"step-{best}"
+    assert (results / "results.json").is_file() and (results / "report.md").is_file()
+    papers = json.loads((run_dir / "provenance.json").read_text())
+    assert papers["target"]["fingerprint"] == target.fingerprint and papers["versions"]["torch"] == torch.__version__
+    assert (run_dir / "data" / "report.json").is_file() and (run_dir / "recipe.yaml").is_file()
+    assert curve(run_dir, "step")[0] == 1 and len(curve(run_dir, "validation_tau")) == 2
+
+
+def test_the_exported_drafter_is_the_best_checkpoint(run_dir: Path, target: Target) -> None:
+    store = Store(run_dir)
+    best = store.named("best")
+    assert best is not None
+    exported = load_drafter(run_dir / "drafter", target)
+    for name, tensor in store.model(best).items():
+        torch.testing.assert_close(exported.get_parameter(name).detach(), tensor)
+
+
+def test_the_same_command_again_says_that_the_run_is_finished(
+    arguments: list[str], run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    main(recipe(arguments, run_dir))
+    assert "this run is finished" in capsys.readouterr().out
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_changed_recipe_is_refused_before_and_after_the_end(arguments: list[str], run_dir: Path) -> None:
+    changed = recipe(arguments, run_dir, "train.learning_rate=0.002")
+    with pytest.raises(UserError, match=r"train\.learning_rate: was 0\.001, now 0\.002"):
+        main(changed)
+    summary = run_dir / "summary.json"
+    text = summary.read_text()
+    summary.unlink()
+    try:
+        with pytest.raises(UserError, match=r"train\.learning_rate: was 0\.001, now 0\.002"):
+            main(changed)
+    finally:
+        summary.write_text(text)
+
+
+def test_a_kill_during_the_evaluation_costs_only_that(
+    arguments: list[str], run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_dir / "summary.json").unlink()
+    metrics = (run_dir / "metrics.jsonl").read_text()
+    main(recipe(arguments, run_dir))
+    assert "resuming" in capsys.readouterr().out
+    assert (run_dir / "metrics.jsonl").read_text() == metrics
+    assert (run_dir / "summary.json").is_file()
+
+
+def test_dry_run_prints_cost_and_writes_nothing(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(recipe(arguments, tmp_path / "none", "dry_run=true"))
+    out = capsys.readouterr().out
+    assert "24 rows" in out and "trained parameters" in out and "learning_rate: 0.001" in out
+    assert not (tmp_path / "none").exists()
+
+
+def test_parameters_are_counted_right(target: Target) -> None:
+    vocab = VocabMap.from_ids(range(200), target.vocab_size)
+    drafter = Eagle3(Eagle3Config.from_target(target, vocab), vocab)
+    assert parameters(target.config.to_dict(), 200, 3) == sum(p.numel() for p in drafter.parameters())
+    config: dict[str, Any] = AutoConfig.for_model("qwen3", hidden_size=64, num_attention_heads=4, head_dim=32).to_dict()
+    assert parameters(config, 0, 3) > parameters(config, 200, 3)
+
+
+def command(*arguments: str, cwd: Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
+    environment |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    line = [sys.executable, *launcher, str(ROOT / "train" / "eagle.py"), *arguments]
+    return subprocess.run(line, capture_output=True, text=True, env=environment, cwd=cwd, timeout=300)
+
+
+def test_from_any_folder_and_a_mistake_is_one_screen_and_exit_2(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = command(*arguments, "run_dir=file/run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("error: cannot create the folder file/run")
+    assert "Traceback" not in done.stderr
+
+
+def test_two_processes_end_to_end(arguments: list[str], run_dir: Path, tmp_path: Path) -> None:
+    """Rank 0 prepares, evaluates and exports; the curve is that of one process."""
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", f"{ROOT}/recipes/accelerate/ddp.yaml")
+    done = command(*arguments, "run_dir=two", cwd=tmp_path, launcher=launcher)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    assert curve(tmp_path / "two", "loss") == pytest.approx(curve(run_dir, "loss"), abs=1e-4)
+    assert (tmp_path / "two" / "drafter" / "config.json").is_file()
+    refused = command(*arguments, "run_dir=two", "seed=3", cwd=tmp_path, launcher=launcher)
+    assert refused.returncode != 0
+    assert refused.stderr.count("error: two holds a run that differs") == 1
+    assert "seed: was 0, now 3" in refused.stderr

@@ -1,0 +1,90 @@
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.target import Target
+from recipes.schema import TrainConfig, UserError
+from tests.train import tiny_run
+from tests.train.reading import curve
+from train.loop import learning_rate, make_accelerator, make_optimizer
+
+
+def test_schedule_warms_up_then_falls_to_its_floor() -> None:
+    cfg = TrainConfig(learning_rate=2.0, warmup=0.1, min_lr=0.25)
+    rates = [learning_rate(step, 100, cfg) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.2 * (k + 1) for k in range(10)])
+    assert max(rates) == rates[10] == 2.0
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert rates[-1] == pytest.approx(0.5)
+    half = 10 + 89 / 2
+    assert rates[int(half)] == pytest.approx(0.5 + 1.5 * 0.5 * (1 + math.cos(math.pi * (int(half) - 10) / 89)))
+    assert learning_rate(0, 1, cfg) == 2.0
+
+
+def test_gains_are_not_decayed(target: Target) -> None:
+    objective = tiny_run.objective(target)
+    optimizer = make_optimizer(objective, TrainConfig(weight_decay=0.1))
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.1, 0.0]
+    assert all(p.dim() == 1 for p in optimizer.param_groups[1]["params"])
+    assert len(make_optimizer(objective, TrainConfig()).param_groups) == 1
+
+
+def test_the_target_is_no_part_of_what_trains(target: Target) -> None:
+    objective = tiny_run.objective(target)
+    assert sum(p.numel() for p in objective.parameters()) == sum(p.numel() for p in objective.drafter.parameters())
+
+
+def test_micro_batch_size_does_not_change_the_curve(target: Target, tmp_path: Path) -> None:
+    """batch_tokens groups the rows as long as it is the smaller: only the accumulation differs."""
+    data = tiny_run.rows([20, 20, 20, 20, 20, 20])
+    tiny_run.run(target, tmp_path / "a", data, epochs=1, batch_tokens=60, micro_batch_tokens=60)
+    tiny_run.run(target, tmp_path / "b", data, epochs=1, batch_tokens=60, micro_batch_tokens=20)
+    a, b = curve(tmp_path / "a", "loss"), curve(tmp_path / "b", "loss")
+    assert len(a) == len(b) == 2
+    # rows of equal length are cut one by one or three by three out of the same window, in another order
+    assert sum(a) / 2 == pytest.approx(sum(b) / 2, abs=0.2)
+
+
+def test_a_tiny_run_learns_its_rows_by_heart(target: Target, tmp_path: Path) -> None:
+    """Rows that the target wrote greedily: the loss falls, and simulated tau rises well above 1."""
+    ids = torch.randint(0, tiny_run.VOCAB, (4, 4), generator=torch.Generator().manual_seed(0))
+    for _ in range(16):
+        ids = torch.cat([ids, target.logits(target.features(ids).final_BTH[:, -1:]).argmax(-1)], dim=1)
+    data = tiny_run.make_rows([(row.tolist(), [0] * 4 + [1] * 16) for row in ids], [{}] * 4)
+    kept = tiny_run.VocabMap.identity(tiny_run.VOCAB)
+    accelerator = make_accelerator(torch.device("cpu"), 0.5)
+    recipe = tiny_run.recipe(epochs=60, batch_tokens=80, micro_batch_tokens=80, learning_rate=2e-2)
+    (tmp_path / "run").mkdir()
+    loop = tiny_run.Loop(recipe, tiny_run.objective(target, kept), data, accelerator, tmp_path / "run")
+    loop.run(tiny_run.IDENTITY, None, {})
+    losses, taus = curve(tmp_path / "run", "loss"), curve(tmp_path / "run", "simulated_tau")
+    assert losses[-1] < losses[0] - 0.7, "what is left is the entropy of the teacher"
+    assert taus[-1] > taus[0] + 0.7
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_and_saves_nothing(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"loss of step \d+ is not a number.*learning_rate"):
+        tiny_run.run(target, tmp_path / "run", learning_rate=1e30, warmup=0.0)
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+
+
+def test_best_follows_measured_tau_and_every_epoch_is_scored(target: Target, tmp_path: Path) -> None:
+    scores = iter([1.5, 2.5, 2.0])
+    accelerator = make_accelerator(torch.device("cpu"), 0.5)
+    recipe = tiny_run.recipe(epochs=3, keep=1)
+    loop = tiny_run.Loop(recipe, tiny_run.objective(target), tiny_run.rows(), accelerator, tmp_path)
+    state = loop.run(tiny_run.IDENTITY, lambda step: next(scores), {})
+    steps = sorted(state.scores)
+    assert len(steps) == 3 and [state.scores[s] for s in steps] == [1.5, 2.5, 2.0]
+    assert loop.store.named("best") == steps[1]
+    assert loop.store.named("latest") == steps[2]
+    assert loop.store.steps() == steps[1:], "keep one besides best"
+
+
+def test_processes_that_do_not_see_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.loop.Accelerator", lambda **_: type("Alone", (), {"num_processes": 1})())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="they would train apart"):
+        make_accelerator(torch.device("cpu"), 0.5)

@@ -1,0 +1,195 @@
+"""The loss against a slot-by-slot reference, and simulated tau against a walk over chains."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from data_prep.rows import Rows
+from models.target import Target
+from models.vocab import VocabMap
+from tests.train import tiny_run
+from train import objective
+from train.batches import load_batch
+from train.objective import UnrollLoss, simulated_tau, soft_cross_entropy, step_weights, survival, tau_from_counts
+
+CPU = torch.device("cpu")
+
+
+def naive_loss(loss: UnrollLoss, rows: Rows, indices: list[int]) -> tuple[Tensor, list[int], list[float]]:
+    """Row by row, unpadded, slot by slot: (loss, kept slots a step, accuracy a step)."""
+    target, vocab, steps = loss.target, loss.vocab, loss.steps
+    terms: list[list[Tensor]] = [[] for _ in range(steps)]
+    right, supervised = [0] * steps, [0] * steps
+    for r in indices:
+        ids, answer = rows.row(r)
+        states = target.features(ids.unsqueeze(0))
+        teacher = target.logits(states.final_BTH[0])
+        tail = torch.zeros(steps, dtype=torch.long)
+
+        def embed(i: int, ids: Tensor = ids, tail: Tensor = tail) -> Tensor:
+            return target.embed(torch.cat([ids, tail])[1 + i : 1 + i + len(ids)]).unsqueeze(0)
+
+        for i, hidden in enumerate(loss.drafter.unroll(states.taps_BTC, embed, steps)):
+            for p in range(len(ids) - 2 - i):
+                span = answer[p + 1 : p + 3 + i].tolist()
+                if len(set(span)) != 1 or span[0] == 0:
+                    continue
+                supervised[i] += 1
+                best = int(teacher[p + 1 + i].argmax())
+                if not vocab.t2d[best]:
+                    continue
+                log_q = loss.drafter.logits(hidden[0, p]).log_softmax(-1)
+                probabilities = teacher[p + 1 + i][vocab.kept_ids].softmax(-1)
+                terms[i].append(-(probabilities * log_q).sum())
+                right[i] += int(vocab.kept_ids[log_q.argmax()]) == best
+    weights = [0.8**i / sum(0.8**j for j in range(steps)) for i in range(steps)]
+    means = [w * torch.stack(t).mean() for w, t in zip(weights, terms, strict=True)]
+    return torch.stack(means).sum(), [len(t) for t in terms], [a / b for a, b in zip(right, supervised, strict=True)]
+
+
+def pass_through(loss: UnrollLoss, rows: Rows, micro_batches: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """An optimiser step's (loss, sums, counts) over micro-batches, backward done."""
+    inputs = [loss.prepare(load_batch(rows, part, CPU)) for part in micro_batches]
+    counts = torch.stack([loss.counts(x) for x in inputs]).sum(0)
+    total, sums = torch.zeros(()), torch.zeros(6, loss.steps, dtype=torch.float64)
+    for x in inputs:
+        value, metric = loss(x, counts)
+        value.backward()
+        total, sums = total + value.detach(), sums + metric
+    return total, sums, counts
+
+
+def gradients(loss: UnrollLoss) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in loss.drafter.named_parameters() if p.grad is not None}
+
+
+def test_loss_counts_and_accuracy_equal_a_naive_loop(target: Target) -> None:
+    rows, indices = tiny_run.rows(), [0, 2, 3, 7]
+    loss = tiny_run.objective(target)
+    expected, kept, accuracy = naive_loss(loss, rows, indices)
+    expected.backward()
+    wanted = gradients(loss)
+    loss.zero_grad()
+    value, sums, counts = pass_through(loss, rows, [[0, 3], [7], [2]])
+    assert counts.tolist() == kept
+    assert kept[0] > kept[1] > kept[2] > 0, "the test must hold dropped and censored slots"
+    assert value.item() == pytest.approx(expected.item(), abs=1e-5)
+    assert loss.metrics(sums)["acc"] == pytest.approx(accuracy, abs=1e-5)
+    for name, gradient in gradients(loss).items():
+        torch.testing.assert_close(gradient, wanted[name], atol=1e-6, rtol=1e-4)
+
+
+def test_one_micro_batch_of_four_equals_four_of_one(target: Target) -> None:
+    rows, loss = tiny_run.rows(), tiny_run.objective(target)
+    one, sums_one, _ = pass_through(loss, rows, [[1, 3, 5, 6]])
+    together = gradients(loss)
+    loss.zero_grad()
+    four, sums_four, _ = pass_through(loss, rows, [[1], [3], [5], [6]])
+    assert one.item() == pytest.approx(four.item(), abs=1e-6)
+    torch.testing.assert_close(sums_one, sums_four, atol=1e-4, rtol=1e-6)
+    for name, gradient in gradients(loss).items():
+        torch.testing.assert_close(gradient, together[name], atol=1e-6, rtol=1e-5)
+
+
+def test_an_empty_micro_batch_reaches_every_parameter_with_weight_zero(target: Target) -> None:
+    loss = tiny_run.objective(target)
+    value, sums, counts = pass_through(loss, tiny_run.rows(), [[]])
+    assert value.item() == 0 and counts.sum() == 0 and sums.sum() == 0
+    named = dict(loss.drafter.named_parameters())
+    assert gradients(loss).keys() == named.keys()
+    assert all(float(g.abs().max()) == 0 for g in gradients(loss).values())
+
+
+def test_full_vocabulary_drops_nothing(target: Target) -> None:
+    loss = tiny_run.objective(target, VocabMap.identity(tiny_run.VOCAB))
+    _, sums, counts = pass_through(loss, tiny_run.rows(), [[0, 1, 2]])
+    assert counts.tolist() == sums[objective.SUPERVISED].long().tolist()
+    assert loss.metrics(sums)["coverage"] == 1.0
+
+
+def test_bf16_autocast_stays_near_fp32(target: Target) -> None:
+    rows, loss = tiny_run.rows(), tiny_run.objective(target)
+    exact, _, _ = pass_through(loss, rows, [[1, 3]])
+    loss.bf16 = True
+    rough, _, _ = pass_through(loss, rows, [[1, 3]])
+    assert rough.item() == pytest.approx(exact.item(), rel=0.02)
+
+
+def test_chunks_change_nothing(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, loss = tiny_run.rows(), tiny_run.objective(target)
+    whole, sums, _ = pass_through(loss, rows, [[3, 7]])
+    monkeypatch.setattr(objective, "CHUNK", 3 * tiny_run.VOCAB)
+    parts, sums_parts, _ = pass_through(loss, rows, [[3, 7]])
+    assert whole.item() == pytest.approx(parts.item(), abs=1e-6)
+    torch.testing.assert_close(sums, sums_parts, atol=1e-4, rtol=1e-6)
+
+
+def test_soft_cross_entropy_gradient_is_that_of_autograd() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
+    teacher, rows = torch.randn(3, 7, dtype=torch.float64), torch.tensor([0, 2, 2, 1, 0])
+    loss, guess = soft_cross_entropy(logits, teacher, rows)
+    expected = -(teacher[rows].softmax(-1) * logits.log_softmax(-1)).sum(-1)
+    torch.testing.assert_close(loss, expected)
+    assert guess.tolist() == logits.argmax(-1).tolist()
+    weights = torch.rand(5, dtype=torch.float64)
+    (ours,) = torch.autograd.grad((loss * weights).sum(), logits, retain_graph=True)
+    (theirs,) = torch.autograd.grad((expected * weights).sum(), logits)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_step_weights_sum_to_one() -> None:
+    assert sum(step_weights(7, 0.8)) == pytest.approx(1)
+    assert step_weights(3, 0.5) == pytest.approx([4 / 7, 2 / 7, 1 / 7])
+
+
+def brute_force_tau(match: list[list[bool]], supervised: list[list[bool]]) -> float:
+    """Walk every chain; count at each position who got there and who passed."""
+    tau, survive = 1.0, 1.0
+    for k in range(len(match)):
+        reached = [n for n in range(len(match[0])) if all(match[j][n] for j in range(k)) and supervised[k][n]]
+        survive *= sum(match[k][n] for n in reached) / len(reached) if reached else 0
+        tau += survive
+    return tau
+
+
+def test_simulated_tau_equals_a_walk_over_every_small_case() -> None:
+    columns = [
+        (m, s) for m in itertools.product([False, True], repeat=3) for s in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1))
+    ]
+    torch.manual_seed(0)
+    for _ in range(200):
+        chosen = [columns[int(i)] for i in torch.randint(len(columns), (5,))]
+        match = [[c[0][k] for c in chosen] for k in range(3)]
+        supervised = [[bool(c[1][k]) for c in chosen] for k in range(3)]
+        ours = simulated_tau(torch.tensor(match), torch.tensor(supervised))
+        assert ours == pytest.approx(brute_force_tau(match, supervised))
+
+
+def test_marginals_of_nine_tenths_do_not_make_a_chain() -> None:
+    """Ten slots, each position matched by nine: the misses fall on other slots each time, so the chain pays for all."""
+    match = torch.ones(5, 10, dtype=torch.bool)
+    match[torch.arange(5), torch.arange(5)] = False
+    assert match.double().mean(1).tolist() == pytest.approx([0.9] * 5)
+    apart = simulated_tau(match, torch.ones_like(match))
+    assert apart == pytest.approx(1 + 0.9 + 0.8 + 0.7 + 0.6 + 0.5)
+    together = torch.ones(5, 10, dtype=torch.bool)
+    together[:, 0] = False
+    assert simulated_tau(together, torch.ones_like(together)) == pytest.approx(1 + 5 * 0.9)
+
+
+def test_the_end_of_an_answer_is_censoring_and_not_a_miss() -> None:
+    match = torch.tensor([[True, True], [True, False]])
+    supervised = torch.tensor([[True, True], [True, False]])
+    assert simulated_tau(match, supervised) == pytest.approx(3.0)
+    at_risk, survived = survival(match, supervised)
+    assert at_risk.tolist() == [2, 1] and survived.tolist() == [2, 1]
+
+
+def test_counts_add_up_over_micro_batches() -> None:
+    torch.manual_seed(1)
+    match, supervised = torch.rand(4, 30) < 0.7, torch.ones(4, 30, dtype=torch.bool)
+    left, right = survival(match[:, :11], supervised[:, :11]), survival(match[:, 11:], supervised[:, 11:])
+    assert tau_from_counts(left[0] + right[0], left[1] + right[1]) == pytest.approx(simulated_tau(match, supervised))
