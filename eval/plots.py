@@ -66,7 +66,7 @@ def positions(axes: Any, tables: list[dict[str, Any]]) -> None:
             )
     if axes.lines:
         axes.legend(fontsize=8)
-    axes.set_ylim(0, 1)
+    axes.set_ylim(bottom=0)
     axes.set_xlabel("draft position")
     axes.set_title("accepted, of the rounds that drafted this far", fontsize=10)
 
@@ -85,9 +85,8 @@ def milliseconds(axes: Any, tables: list[dict[str, Any]]) -> None:
     axes.set_yticks(range(len(timed)), [t["decoder"] for t in timed])
     axes.invert_yaxis()
     if timed:
-        axes.legend(fontsize=8, ncols=2)
-    axes.set_xlabel("ms")
-    axes.set_title("where a round's milliseconds go", fontsize=10)
+        axes.legend(fontsize=8, ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    axes.set_title("where a round's milliseconds (x axis) go", fontsize=10)
 
 
 def colour(decoder: str) -> str:

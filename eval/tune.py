@@ -4,9 +4,10 @@ On a CPU a verified row costs real time and on a GPU a drafter step does, so the
 and the machine. Every candidate decodes the same validation prompts, interleaved prompt by prompt, so that all of them
 see the same text and the same weather. A candidate's speed is predicted as
 
-    tokens a round (sums over the prompts; greedy rounds are deterministic)  /  median over prompts of its round's cost
+    tokens a round (sums over the prompts; greedy rounds are deterministic)  /  median cost of a round
 
-which is steadier than tokens over seconds. The field shrinks as prompts are added: all candidates, then the best few,
+which is steadier than tokens over seconds; verification's part of the cost is pooled over the candidates that verify
+equally many rows. The field shrinks as prompts are added: all candidates, then the best few,
 then a run-off of three. `ar` runs everywhere, and wins when nothing beats it.
 """
 
@@ -33,11 +34,14 @@ from recipes.schema import DECODERS, Recipe, UserError
 
 FILE = "tuned.json"
 WARM_PROMPTS = 5
-ROUNDS = ((3, 24), (4, 32), (6, 40))  # (batches of prompts, tokens each): everybody, the best few, the run-off
+# (batches of prompts, tokens each, batches even when the budget is spent): everybody, the best few, the run-off
+ROUNDS = ((3, 24, 2), (4, 32, 0), (6, 40, 3))
 FEW, FINALISTS = 6, 3
-BUDGET_SECONDS = 90.0  # later rounds stop early beyond this
+BUDGET_SECONDS = 90.0
+SCREENING = 0.6  # share of the budget for the first round
+HOPELESS = (0.6, 0.75)  # share of the best speed below which a setting drops out after one prompt, and after more
 CHAINS_CPU, CHAINS_GPU = (1, 2, 3, 5), (1, 2, 3, 4, 5, 7)
-TREES_CPU = ((2, 1), (3, 2), (4, 2), (6, 3), (9, 4))  # (nodes, depth)
+TREES_CPU = ((2, 1), (3, 1), (3, 2), (4, 2), (7, 3), (9, 4))  # (nodes, depth)
 HIGHER_GATES = 3  # graft is also tried with gates this much higher: stop sooner, retrieve more
 TREES_GPU = tuple(
     (nodes, depth) for nodes in (8, 16, 24, 32, 48, 60) for depth in (2, 3, 4, 6, 8) if 2 * depth <= nodes
@@ -55,6 +59,8 @@ class Trial:
     batch_rounds: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     stages: list[dict[str, float]] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # verified in a round, a prompt
+    pool: dict[int, list[float]] = field(default_factory=dict)  # verification ms by rows, shared by all trials
 
     def add(self, decoded: Decoded) -> None:
         self.emitted.append(sum(row.emitted for row in decoded.rows))
@@ -62,6 +68,12 @@ class Trial:
         self.batch_rounds.append(decoded.rounds_total)
         self.seconds.append(decoded.decode_seconds)
         self.stages.append(decoded.seconds)
+        s, rows = self.settings, verified_rows(self.settings)
+        if s.decoder == "graft" and self.rounds[-1]:  # its trees may be smaller than the budget
+            rows = 1 + round(sum(row.nodes for row in decoded.rows) / self.rounds[-1])
+        self.rows.append(rows)
+        if decoded.rounds_total:
+            self.pool.setdefault(rows, []).append(1000 * decoded.seconds.get("verify", 0.0) / decoded.rounds_total)
 
     @property
     def tau(self) -> float:
@@ -69,9 +81,14 @@ class Trial:
 
     @property
     def ms_per_round(self) -> float:
-        """Median over calls of the cost of a (batch) round."""
-        costs = [1000 * s / r for s, r in zip(self.seconds, self.batch_rounds, strict=True) if r]
-        return statistics.median(costs) if costs else 0.0
+        """Cost of a (batch) round: verifying so many rows as all candidates saw it, and the rest as this one did.
+
+        Medians over calls. Candidates that verify equally many rows pay the same for it, so they share the measurement.
+        """
+        rest = [s - t.get("verify", 0.0) for s, t in zip(self.seconds, self.stages, strict=True)]
+        costs = [1000 * s / r for s, r in zip(rest, self.batch_rounds, strict=True) if r]
+        shared = [statistics.median(self.pool[rows]) for rows in self.rows if rows in self.pool]
+        return statistics.median(costs) + statistics.median(shared) if costs and shared else 0.0
 
     def stage_ms(self, stage: str) -> float:
         costs = [1000 * s.get(stage, 0.0) / r for s, r in zip(self.stages, self.batch_rounds, strict=True) if r]
@@ -122,24 +139,14 @@ def tune(
     start = time.perf_counter()
     warm, batches = _prompts(recipe, target, prompts)
     base = warm_matrix(target, drafter, recipe, warm, decode)
-    trials = [_trial(s, base) for s in settings or candidates(recipe, target.device.type)]
-    prompts_used = min(len(batches), sum(count for count, _ in ROUNDS))
-    print(
-        f"tuning: {len(trials)} settings on {prompts_used} validation prompts or batches, about {budget:.0f} s at most"
-    )
+    trials = _trials(settings or candidates(recipe, target.device.type), base)
+    prompts_used = min(len(batches), sum(count for count, *_ in ROUNDS))
+    print(f"tuning: {len(trials)} settings on {prompts_used} validation prompts or batches, about {budget:.0f} s")
     run = _runner(target, drafter, decode)
     for trial in trials:  # first calls compile, allocate and fault pages in
         run(replace_tokens(trial, 8), *batches[0])
-    field_, used = trials, 0
-    for number, (count, tokens) in enumerate(ROUNDS):
-        for batch in batches[used : used + count]:
-            if number and time.perf_counter() - start > budget:
-                break
-            for trial in rotated(field_, used):
-                trial.add(run(replace_tokens(trial, tokens), *batch))
-            used += 1
-        field_ = shrink(field_, FEW if number == 0 else FINALISTS)
-    best = max(field_, key=lambda trial: trial.speed)
+    finalists = race(trials, batches, run, lambda: (time.perf_counter() - start) / max(budget, 1e-9))
+    best = max(finalists, key=lambda trial: trial.speed)
     tuned = {
         "schema": 1,
         "measured_on": environment(target),
@@ -158,6 +165,25 @@ def tune(
     return tuned
 
 
+def race(
+    trials: list[Trial], batches: list["Batch"], run: Callable[..., Decoded], spent: Callable[[], float]
+) -> list[Trial]:
+    """Give every trial still in the race the same next prompts; returns the finalists. `spent`: share of the budget."""
+    left, used = trials, 0
+    for number, (count, tokens, least) in enumerate(ROUNDS):
+        for done, batch in enumerate(batches[used : used + count]):
+            if done >= least and spent() > (SCREENING if number == 0 else 1):
+                break
+            for trial in rotated(left, used):
+                trial.add(run(replace_tokens(trial, tokens), *batch))
+            used += 1
+            if number == 0:
+                bar = HOPELESS[min(done, 1)] * max(trial.speed for trial in left)
+                left = [trial for trial in left if trial.speed > bar or trial.settings.decoder == "ar"]
+        left = shrink(left, FEW if number == 0 else FINALISTS)
+    return left
+
+
 def measured_grid(
     recipe: Recipe,
     target: Target,
@@ -172,7 +198,7 @@ def measured_grid(
     drafter = in_dtype(drafter, target.dtype)
     warm, batches = _prompts(recipe, target, prompts)
     base = warm_matrix(target, drafter, recipe, warm, decode)
-    trials = [_trial(s, base) for s in settings or candidates(recipe, target.device.type)]
+    trials = _trials(settings or candidates(recipe, target.device.type), base)
     run = _runner(target, drafter, decode)
     for trial in trials:
         run(replace_tokens(trial, 8), *batches[0])
@@ -297,8 +323,10 @@ def read(folder: Path, recipe: Recipe, target: Target) -> dict[str, Any] | None:
     return tuned
 
 
-def _trial(settings: Settings, base: SuccessorMatrix) -> Trial:
-    return Trial(settings, base.copy() if settings.decoder == "graft" else None)
+def _trials(settings: Sequence[Settings], base: SuccessorMatrix) -> list[Trial]:
+    """One a setting, with a matrix of its own and the verification costs in common."""
+    pool: dict[int, list[float]] = {}
+    return [Trial(s, base.copy() if s.decoder == "graft" else None, pool=pool) for s in settings]
 
 
 Batch = tuple[list[list[int]], list[int]]  # prompts of one call, and their row ids

@@ -177,9 +177,17 @@ def export(recipe: Recipe, folder: Path, source: Source, prepared: Prepared, dra
 def report(recipe: Recipe, folder: Path, target: Target, drafter: Eagle3, state: State, prompts: list[Prompt]) -> None:
     """Measure the exported drafter on prompts that neither training nor the choice has seen, and say where all is."""
     step = Store(folder).named("best")
-    out, fp32 = folder / "eval" / f"step-{step}", loader(recipe, target)
-    options: dict[str, Any] = {"drafter_name": str(folder / "drafter"), "load_fp32": lambda: fp32(torch.float32)}
-    results = harness.evaluate(recipe, target, drafter, prompts, out, **options)
+    load = loader(recipe, target)
+    wanted = recipe.eval.dtype if recipe.eval.dtype != "auto" else recipe.target.dtype
+    results = harness.evaluate(
+        recipe,
+        load(choose_dtype(wanted, target.device)),
+        drafter,
+        prompts,
+        folder / "eval" / f"step-{step}",
+        drafter_name=str(folder / "drafter"),
+        load_fp32=lambda: load(torch.float32),
+    )
     summary = {
         "identity": state.identity,
         "steps": state.cursor.step,

@@ -4,6 +4,7 @@ A family brings an Objective (train/objective.py) and its rows; the loop brings 
 optimiser step, the schedule, clipping, checkpoints, metrics and the progress line.
 """
 
+import gc
 import math
 import os
 import time
@@ -150,7 +151,15 @@ class Loop:
                     self._score(score, tracking)
         if tracking is not None:
             tracking.close()
+        self.release()
         return self.state
+
+    def release(self) -> None:
+        """Let go of the backend's wrapper: a DDP reducer that outlives its process group can hang or abort the exit."""
+        self.accelerator.wait_for_everyone()
+        self.model = self.engine = self.wrapped = None
+        self.accelerator.free_memory()
+        gc.collect()
 
     def _step(self, rows: Step) -> Any:
         """One optimiser step over `rows`, shared among the ranks; returns the gradient norm before clipping."""
@@ -233,10 +242,11 @@ class Loop:
         }
         if self.accelerator.device.type == "cuda":
             self.last["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        left = seconds / len(window.losses) * (self.schedule.total - step)
         self.window = Window()
         if tracking is not None:
             tracking.log(step, self.last)
-            self._show()
+            self._show(timedelta(seconds=round(left)))
 
     def _save(self) -> None:
         self._check_finite(-1)
@@ -291,7 +301,7 @@ class Loop:
         self.bar.add_task("", total=self.schedule.total, completed=self.state.cursor.step, status="")
         return self.bar
 
-    def _show(self) -> None:
+    def _show(self, left: timedelta) -> None:
         """The newest figures in the bar, or as a line where there is no terminal."""
         line, step = self.last, self.state.cursor.step
         acc = line.get("acc", [])
@@ -303,7 +313,7 @@ class Loop:
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=step, status=status)
         else:
-            print(f"step {step}/{self.schedule.total} {status}", flush=True)
+            print(f"step {step}/{self.schedule.total} {status} ETA {left}", flush=True)
 
     def _say(self, text: str) -> None:
         (self.bar.console.print if self.bar is not None else print)(text)

@@ -54,6 +54,7 @@ class FakeDecode:
     accepts: Callable[[Settings], float] = lambda settings: 0.0 if settings.decoder == "ar" else 1.0
     cost: Callable[[Settings], float] = lambda settings: 10.0
     answer: Callable[[list[int], int], list[int]] = lambda ids, n: [65 + (len(ids) + k * k) % 50 for k in range(n)]
+    drafting: Callable[[Settings], float] | None = None  # ms of a round; without it a quarter drafts and half verifies
     calls: list[Call] = field(default_factory=list)
 
     def __call__(
@@ -72,6 +73,9 @@ class FakeDecode:
         rounds = max(row.rounds for row in rows)
         seconds = rounds * self.cost(settings) / 1000
         parts = {"prefill": 1.0, "draft": 0.25, "retrieve": 0.0, "verify": 0.5, "accept": 0.125, "cache": 0.0}
+        if self.drafting is not None:
+            draft = self.drafting(settings) * rounds / 1000 / seconds
+            parts |= {"draft": draft, "verify": 1 - draft, "accept": 0.0}
         return Decoded(rows, {k: v * seconds for k, v in parts.items()}, seconds, rounds)
 
     def _row(self, ids: list[int], settings: Settings) -> RowResult:
@@ -95,6 +99,7 @@ class FakeDecode:
             positions_accepted=[sum(a > k for a in accepted) for k in range(depth)],
             sources={"drafter": sum(accepted)},
             stages={"none": len(accepted)},
+            nodes=settings.nodes * len(accepted),
         )
 
 

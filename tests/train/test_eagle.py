@@ -22,7 +22,7 @@ from train.cost import parameters
 from train.eagle import main
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = "fox dog quick lazy brown jumps over the a b c d e f g h i j k l m n o p q r s t u v w x y z".split()
+WORDS = ["fox", "dog", "quick", "lazy", "brown", "jumps", "over", "the", *"abcdefghijklmnopqrstuvwxyz"]
 
 
 def prompts(path: Path, count: int, first: int) -> Path:
@@ -143,7 +143,7 @@ def test_dry_run_prints_cost_and_writes_nothing(
 
 
 def test_parameters_are_counted_right(target: Target) -> None:
-    vocab = VocabMap.from_ids(range(200), target.vocab_size)
+    vocab = VocabMap.from_ids(list(range(200)), target.vocab_size)
     drafter = Eagle3(Eagle3Config.from_target(target, vocab), vocab)
     assert parameters(target.config.to_dict(), 200, 3) == sum(p.numel() for p in drafter.parameters())
     config: dict[str, Any] = AutoConfig.for_model("qwen3", hidden_size=64, num_attention_heads=4, head_dim=32).to_dict()

@@ -90,7 +90,6 @@ def test_a_key_is_found_in_the_environment_or_netrc(tmp_path: Path, monkeypatch:
 
 
 def test_offline_wandb_takes_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     log = tracking(tmp_path, "wandb")
     assert log.live
