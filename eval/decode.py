@@ -149,7 +149,9 @@ class _Decoding:
         if self.drafting is None:
             return root_only(self.roots), None, None
         branch, nodes = (1, s.depth) if s.decoder == "chain" else (s.branch, s.nodes)
-        gates = tuple(g for g, d in zip(s.gates, GATE_DEPTHS, strict=False) if d <= s.depth) if s.decoder == "graft" else ()
+        gates = (
+            tuple(g for g, d in zip(s.gates, GATE_DEPTHS, strict=False) if d <= s.depth) if s.decoder == "graft" else ()
+        )
         found = self.drafting.candidates(s.depth, branch, gates)
         budgets = torch.tensor(draft_budgets(nodes), device=self.roots.device)
         tree = rerank(found, self.roots, budgets[found.stage], nodes)
@@ -158,7 +160,9 @@ class _Decoding:
             return tree, None, None
         merged = torch.zeros_like(self.roots)
         if bool((found.stage != UNGATED).any()):
-            tree, merged = graft(tree, retrieve(self.matrix, self.roots, self.shape), self.wanted[found.stage], self.shape)
+            tree, merged = graft(
+                tree, retrieve(self.matrix, self.roots, self.shape), self.wanted[found.stage], self.shape
+            )
         tree = compact(tree)
         self.clock.lap("retrieve")
         return tree, found.stage, merged

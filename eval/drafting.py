@@ -113,11 +113,15 @@ def rerank(candidates: Candidates, roots_B: Tensor, budget_B: Tensor, nodes: int
     ranked = candidates.scores.sort(dim=1, descending=True, stable=True)
     within = torch.arange(keep, device=roots_B.device) < budget_B.unsqueeze(1)
     usable = within & (ranked.values[:, :keep] > float("-inf"))
-    chosen = torch.where(usable, ranked.indices[:, :keep], M).sort(1).values  # back in drafting order, dropped ones last
+    chosen = (
+        torch.where(usable, ranked.indices[:, :keep], M).sort(1).values
+    )  # back in drafting order, dropped ones last
     valid = chosen < M
     index = chosen.clamp(max=M - 1)
     place = torch.zeros(B, M + 2, dtype=torch.int64, device=roots_B.device)  # candidate (1 + index) -> node
-    place.scatter_(1, torch.where(valid, index + 1, M + 1), torch.arange(1, keep + 1, device=roots_B.device).expand(B, keep))
+    place.scatter_(
+        1, torch.where(valid, index + 1, M + 1), torch.arange(1, keep + 1, device=roots_B.device).expand(B, keep)
+    )
     parents = place.gather(1, candidates.parents.gather(1, index)) * valid
     root, tokens = torch.zeros_like(roots_B).unsqueeze(1), candidates.tokens.gather(1, index)
     scores = candidates.scores.gather(1, index).masked_fill(~valid, -1e9)

@@ -33,7 +33,7 @@ from models.target import Target
 from recipes.schema import Recipe, UserError
 
 Decode = Callable[..., Decoded]
-UNTIMED_BATCH = 16  # rows of a batch where only tau is wanted
+UNTIMED_BATCH = {"cpu": 16, "cuda": 64}  # rows of a batch where only tau is wanted
 FIRST_TOKENS = 16  # of the untimed first run of each decoder
 
 
@@ -113,13 +113,14 @@ def evaluate(
 def validation_tau(
     recipe: Recipe, target: Target, drafter: Eagle3, prompts: Sequence[Prompt], *, decode: Decode = decode
 ) -> float:
-    """Greedy chain tau on the first turns of validation prompts, looping answers left out, in batches of 16."""
+    """Greedy chain tau on the first turns of validation prompts, looping answers left out, in batches."""
     settings = settings_of("chain", recipe.eval, temperature=0.0, top_p=1.0, top_k=0)
     encoded = [encode(target, recipe, prompt) for prompt in prompts]
     fitting = sorted((ids for ids in encoded if len(ids) <= longest_prompt(target, recipe.eval)), key=len)
     rows: list[RowResult] = []
-    for start in range(0, len(fitting), UNTIMED_BATCH):
-        batch = fitting[start : start + UNTIMED_BATCH]
+    size = UNTIMED_BATCH[target.device.type]
+    for start in range(0, len(fitting), size):
+        batch = fitting[start : start + size]
         rows += decode(target, drafter, batch, settings, matrix=None, row_ids=list(range(len(batch)))).rows
     kept = [row for row in rows if not is_loop(row.tokens)] or rows
     rounds = sum(row.rounds for row in kept)
@@ -214,8 +215,9 @@ def measure_tau(bench: Bench, entry: Entry) -> None:
     outcomes = [Outcome(o.id, o.category, o.batch) for o in base]
     work = [(i, turn, ids) for i, o in enumerate(base) for turn, ids in enumerate(o.prompts)]
     work.sort(key=lambda item: (item[1], len(item[2])))  # turns stay in order; rows of a batch are about as long
-    for start in range(0, len(work), UNTIMED_BATCH):
-        part = work[start : start + UNTIMED_BATCH]
+    size = UNTIMED_BATCH[bench.target.device.type]
+    for start in range(0, len(work), size):
+        part = work[start : start + size]
         row_ids = [row_id(base[i].id, turn) for i, turn, _ in part]
         decoded = bench.run(entry.settings, [ids for _, _, ids in part], row_ids, bench.matrix_of(entry))
         for (i, _, ids), row in zip(part, decoded.rows, strict=True):

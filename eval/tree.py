@@ -60,5 +60,10 @@ def compact(tree: DraftTree) -> DraftTree:
     valid = tree.valid.gather(1, order)
     parents = place.gather(1, tree.parents.gather(1, order)) * valid
     return DraftTree(
-        tree.tokens.gather(1, order), parents, tree.scores.gather(1, order), tree.source.gather(1, order), valid, tree.depth
+        tree.tokens.gather(1, order),
+        parents,
+        tree.scores.gather(1, order),
+        tree.source.gather(1, order),
+        valid,
+        tree.depth,
     )

@@ -59,18 +59,27 @@ class Trial:
     batch_rounds: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     stages: list[dict[str, float]] = field(default_factory=list)
+    prompts: int = 1  # of a call
     rows: list[int] = field(default_factory=list)  # verified in a round, a prompt
     pool: dict[int, list[float]] = field(default_factory=dict)  # verification ms by rows, shared by all trials
 
-    def add(self, decoded: Decoded) -> None:
-        self.emitted.append(sum(row.emitted for row in decoded.rows))
-        self.rounds.append(sum(row.rounds for row in decoded.rows))
+    def add(self, decoded: Decoded, limit: int) -> None:
+        """Book one call. Answers of tuning are short, so the round that `limit` cut is left out of tau: it would weigh
+        on long drafts more than it does in long answers."""
+        whole = [row.rounds - (len(row.tokens) >= limit and row.rounds > 1) for row in decoded.rows]
+        said = [
+            row.emitted if whole_rounds == row.rounds else sum(row.accepted_per_round[:whole_rounds]) + whole_rounds
+            for row, whole_rounds in zip(decoded.rows, whole, strict=True)
+        ]
+        self.emitted.append(sum(said))
+        self.rounds.append(sum(whole))
+        self.prompts = len(decoded.rows)
         self.batch_rounds.append(decoded.rounds_total)
         self.seconds.append(decoded.decode_seconds)
         self.stages.append(decoded.seconds)
         s, rows = self.settings, verified_rows(self.settings)
         if s.decoder == "graft" and self.rounds[-1]:  # its trees may be smaller than the budget
-            rows = 1 + round(sum(row.nodes for row in decoded.rows) / self.rounds[-1])
+            rows = 1 + round(sum(row.nodes for row in decoded.rows) / sum(row.rounds for row in decoded.rows))
         self.rows.append(rows)
         if decoded.rounds_total:
             self.pool.setdefault(rows, []).append(1000 * decoded.seconds.get("verify", 0.0) / decoded.rounds_total)
@@ -96,9 +105,9 @@ class Trial:
 
     @property
     def speed(self) -> float:
-        """Predicted tokens/s: tokens a batch round over the median cost of one."""
+        """Predicted tokens/s of a full batch: tokens a round over the cost of one."""
         cost = self.ms_per_round
-        return 1000 * sum(self.emitted) / max(sum(self.batch_rounds), 1) / cost if cost else 0.0
+        return 1000 * self.prompts * self.tau / cost if cost else 0.0
 
     def record(self) -> dict[str, Any]:
         s = self.settings
@@ -116,7 +125,6 @@ class Trial:
             "ms_per_round": self.ms_per_round,
             "ms_by_stage": {stage: self.stage_ms(stage) for stage in STAGES},
             "tokens_per_s": self.speed,
-            "measured_tokens_per_s": sum(self.emitted) / max(sum(self.seconds), 1e-9),
         }
 
 
@@ -175,7 +183,8 @@ def race(
             if done >= least and spent() > (SCREENING if number == 0 else 1):
                 break
             for trial in rotated(left, used):
-                trial.add(run(replace_tokens(trial, tokens), *batch))
+                short = replace_tokens(trial, tokens)
+                trial.add(run(short, *batch), short.settings.max_new_tokens)
             used += 1
             if number == 0:
                 bar = HOPELESS[min(done, 1)] * max(trial.speed for trial in left)
@@ -204,7 +213,8 @@ def measured_grid(
         run(replace_tokens(trial, 8), *batches[0])
     for number, batch in enumerate(batches):
         for trial in rotated(trials, number):
-            trial.add(run(replace_tokens(trial, tokens), *batch))
+            short = replace_tokens(trial, tokens)
+            trial.add(run(short, *batch), short.settings.max_new_tokens)
     return [trial.record() for trial in sorted(trials, key=lambda trial: -trial.speed)]
 
 

@@ -40,7 +40,9 @@ def attend(
     return out.reshape(B, N, T, D).transpose(1, 2).reshape(B, T, N * D)
 
 
-def causal_plus_diagonals(q_BNTD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, diagonals: list[tuple[Tensor, Tensor]]) -> Tensor:
+def causal_plus_diagonals(
+    q_BNTD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, diagonals: list[tuple[Tensor, Tensor]]
+) -> Tensor:
     """Attention of one unroll step -> [B, N, T, D]; `diagonals` holds (key, value) of each later step, [B, N, T, D].
 
     Query p sees the step-0 keys 0..p and, of every later step, the key at its own slot p alone. The two parts are merged
@@ -88,15 +90,17 @@ class _CausalPlusDiagonals(torch.autograd.Function):
         if q.device.type == "cpu":
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
         else:
-            out, lse, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+            out, lse, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(
+                q, k, v, 0.0, True
+            )
             rng = (seed, offset)
         if flat:
-            scores = torch.stack([(q.to(wide) * flat[i].to(wide)).sum(-1) * scale for i in range(0, len(flat), 2)], -1)
-            total = torch.logaddexp(lse.to(wide), scores.logsumexp(-1))
-            merged = out.to(wide) * (lse - total).exp().unsqueeze(-1)
-            for i in range(len(flat) // 2):
-                merged = merged + (scores[..., i] - total).exp().unsqueeze(-1) * flat[2 * i + 1].to(wide)
-            out, lse = merged.to(q.dtype), total.to(lse.dtype)
+            keys, values = torch.stack(flat[::2]), torch.stack(flat[1::2])  # [i, B, N, T, D]
+            scores = (q.to(wide) * keys).sum(-1) * scale
+            total = torch.logaddexp(lse.to(wide), scores.logsumexp(0))
+            own = ((scores - total).exp().unsqueeze(-1) * values).sum(0)
+            out = (out * (lse - total).exp().unsqueeze(-1) + own).to(q.dtype)
+            lse = total.to(lse.dtype)
         ctx.save_for_backward(q, k, v, out, lse, *rng, *flat)
         ctx.rng_count = len(rng)
         return out
@@ -115,12 +119,12 @@ class _CausalPlusDiagonals(torch.autograd.Function):
             dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
                 grad, q, k, v, out, lse, None, None, T, T, 0.0, True, *rng
             )
-        delta = (grad.to(wide) * out.to(wide)).sum(-1)
-        dq, grads = dq.to(wide), []
-        for i in range(0, len(flat), 2):
-            key, value = flat[i].to(wide), flat[i + 1].to(wide)
-            weight = ((q.to(wide) * key).sum(-1) * scale - lse).exp()
-            dscore = weight * ((grad.to(wide) * value).sum(-1) - delta) * scale
-            dq = dq + dscore.unsqueeze(-1) * key
-            grads += [(dscore.unsqueeze(-1) * q.to(wide)).to(q.dtype), (weight.unsqueeze(-1) * grad.to(wide)).to(q.dtype)]
-        return dq.to(q.dtype), dk, dv, *grads
+        if not flat:
+            return dq, dk, dv
+        keys, values = torch.stack(flat[::2]), torch.stack(flat[1::2])
+        wide_q, wide_grad = q.to(wide), grad.to(wide)
+        weight = ((wide_q * keys).sum(-1) * scale - lse).exp()
+        dscore = weight * ((wide_grad * values).sum(-1) - (wide_grad * out).sum(-1)) * scale
+        dq = (dq + (dscore.unsqueeze(-1) * keys).sum(0)).to(q.dtype)
+        dkeys, dvalues = (dscore.unsqueeze(-1) * wide_q).to(q.dtype), (weight.unsqueeze(-1) * wide_grad).to(q.dtype)
+        return dq, dk, dv, *(t for pair in zip(dkeys, dvalues, strict=True) for t in pair)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from models.attention import attend, causal_plus_diagonals, rotate
 from models.cache import KVCache
+from models.linear import Linear
 from models.target import Target
 from models.vocab import VocabMap
 
@@ -74,10 +75,10 @@ class Attention(nn.Module):
     def __init__(self, c: Eagle3Config) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        self.q_proj = nn.Linear(2 * c.hidden_size, self.heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * c.hidden_size, self.kv_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * c.hidden_size, self.kv_heads * c.head_dim, bias=False)
-        self.o_proj = nn.Linear(self.heads * c.head_dim, c.hidden_size, bias=False)
+        self.q_proj = Linear(2 * c.hidden_size, self.heads * c.head_dim, bias=False)
+        self.k_proj = Linear(2 * c.hidden_size, self.kv_heads * c.head_dim, bias=False)
+        self.v_proj = Linear(2 * c.hidden_size, self.kv_heads * c.head_dim, bias=False)
+        self.o_proj = Linear(self.heads * c.head_dim, c.hidden_size, bias=False)
 
     def project(self, x_BTX: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [B, N, T, D] and keys, and values [B, K, T, D]."""
@@ -91,9 +92,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, c: Eagle3Config) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -127,10 +128,10 @@ class Eagle3(nn.Module):
     def __init__(self, config: Eagle3Config, vocab: VocabMap) -> None:
         super().__init__()
         self.config, self.vocab = config, vocab
-        self.fc = nn.Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = Layer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
@@ -139,7 +140,7 @@ class Eagle3(nn.Module):
         self.lm_head.weight.copy_(target.head_weight[self.vocab.kept_ids.to(target.device)])
         self.norm.weight.copy_(target.final_norm)
         H = self.config.hidden_size
-        for linear in (m for m in self.midlayer.modules() if isinstance(m, nn.Linear)):
+        for linear in (m for m in self.midlayer.modules() if isinstance(m, Linear)):
             nn.init.normal_(linear.weight, std=0.02)
         nn.init.normal_(self.fc.weight, std=0.02)
         self.fc.weight[:, -H:] += torch.eye(H, device=self.fc.weight.device)
@@ -201,7 +202,12 @@ class Eagle3(nn.Module):
 
     @torch.no_grad()
     def step(
-        self, state_BTH: Tensor, embed_BTH: Tensor, cache: KVCache, depth: int | None = None, ancestors_BTU: Tensor | None = None
+        self,
+        state_BTH: Tensor,
+        embed_BTH: Tensor,
+        cache: KVCache,
+        depth: int | None = None,
+        ancestors_BTU: Tensor | None = None,
     ) -> Tensor:
         """One cached pass -> states [B, T, H]; cache lengths do not advance.
 

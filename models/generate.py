@@ -155,7 +155,9 @@ def _harvest(state: _Slots, outputs: list[list[int]], limits: list[int], stop_id
     starts = [state.started[row] + state.seen[row] for row in active]
     ends = [state.cache.host[row] + 1 for row in active]
     width = max(e - s for s, e in zip(starts, ends, strict=True))
-    index = torch.tensor(starts, device=state.history.device).unsqueeze(1) + torch.arange(width, device=state.history.device)
+    index = torch.tensor(starts, device=state.history.device).unsqueeze(1) + torch.arange(
+        width, device=state.history.device
+    )
     rows = torch.tensor(active, device=state.history.device).unsqueeze(1)
     fresh = state.history[rows, index.clamp(max=state.history.shape[1] - 1)].tolist()
     ended = 0

@@ -20,7 +20,13 @@ from models.vocab import VocabMap
 from recipes.files import whole_folder, write_json
 from recipes.schema import UserError
 
-OFF = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias")  # flags not trained here yet
+OFF = (
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "attention_bias",
+)  # flags not trained here yet
 
 
 def engine_layer_ids(taps: tuple[int, ...], target_layers: int) -> dict[str, Any]:
@@ -120,7 +126,9 @@ def _read_config(raw: dict[str, Any], folder: Path, target: Target) -> Eagle3Con
     if on:
         raise UserError(f"drafter={folder}: {', '.join(on)} set, which this version cannot decode")
     if raw.get("num_hidden_layers") != 1:
-        raise UserError(f"drafter={folder}: {raw.get('num_hidden_layers')} layers; only one-layer drafters are portable")
+        raise UserError(
+            f"drafter={folder}: {raw.get('num_hidden_layers')} layers; only one-layer drafters are portable"
+        )
     taps = raw.get("eagle_aux_hidden_state_layer_ids")
     fields = {name: raw[name] for name in Eagle3Config.__dataclass_fields__ if name in raw}
     try:
@@ -139,7 +147,9 @@ def _read_vocab(d2t: Tensor | None, t2d: Tensor | None, config: Eagle3Config, fo
     if d2t is None:
         return VocabMap.identity(config.vocab_size)
     ids = d2t + torch.arange(len(d2t))
-    sound = len(ids) == config.draft_vocab_size and bool((ids[1:] > ids[:-1]).all()) and int(ids[-1]) < config.vocab_size
+    sound = (
+        len(ids) == config.draft_vocab_size and bool((ids[1:] > ids[:-1]).all()) and int(ids[-1]) < config.vocab_size
+    )
     if not sound or int(ids[0]) < 0:
         raise UserError(f"drafter={folder}: d2t is not an ascending offset map (absolute ids written by mistake?)")
     vocab = VocabMap.from_ids(ids, config.vocab_size)
@@ -153,7 +163,9 @@ def _fill(drafter: Eagle3, tensors: dict[str, Tensor], folder: Path) -> None:
     missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
     wrong = [n for n in wanted.keys() & tensors.keys() if wanted[n].shape != tensors[n].shape]
     if missing or unknown or wrong:
-        raise UserError(f"drafter={folder}: tensors missing {missing}, unknown {unknown}, of wrong shape {sorted(wrong)}")
+        raise UserError(
+            f"drafter={folder}: tensors missing {missing}, unknown {unknown}, of wrong shape {sorted(wrong)}"
+        )
     bad = [n for n, t in tensors.items() if not torch.isfinite(t.float()).all()]
     if bad:
         raise UserError(f"drafter={folder}: not finite: {bad}")

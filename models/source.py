@@ -39,12 +39,16 @@ def resolve(cfg: TargetConfig) -> Source:
     kind, text = config.get("model_type"), config.get("text_config", config)
     causal = any(a.endswith(("ForCausalLM", "ForConditionalGeneration")) for a in config.get("architectures") or [])
     if not causal:
-        raise UserError(f"target {cfg.path} is not a causal language model (architectures: {config.get('architectures')})")
+        raise UserError(
+            f"target {cfg.path} is not a causal language model (architectures: {config.get('architectures')})"
+        )
     if kind not in FAMILIES:
         raise UserError(f"target {cfg.path}: model type {kind!r} is not supported. Supported: {', '.join(FAMILIES)}")
     tokenizer = _tokenizer(folder, cfg.trust_remote_code)
     if not tokenizer.chat_template:
-        raise UserError(f"target {cfg.path} has no chat template, so a conversation can't be rendered. Use a chat model.")
+        raise UserError(
+            f"target {cfg.path} has no chat template, so a conversation can't be rendered. Use a chat model."
+        )
     eos = _eos_ids(folder, config, tokenizer)
     if not eos:
         raise UserError(f"target {cfg.path} names no end token (eos_token_id), so answers would never end")
@@ -93,10 +97,14 @@ def _download(hub_id: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]))
+        return Path(
+            snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"])
+        )
     except Exception as error:  # the hub client raises many families: no network, no such model, gated
         reason = str(error).strip().splitlines()[0][:300]
-        raise UserError(f"target {hub_id}: cannot be fetched from the hub: {reason}. A local folder works too.") from error
+        raise UserError(
+            f"target {hub_id}: cannot be fetched from the hub: {reason}. A local folder works too."
+        ) from error
 
 
 def _convert(gguf: Path, digest: str) -> Path:
@@ -136,7 +144,11 @@ def _eos_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[
     """Every id that ends an answer: of the generation config, the config and the tokenizer."""
     found: list[int] = []
     generation = folder / "generation_config.json"
-    sources = [json.loads(generation.read_text()) if generation.is_file() else {}, config, config.get("text_config", {})]
+    sources = [
+        json.loads(generation.read_text()) if generation.is_file() else {},
+        config,
+        config.get("text_config", {}),
+    ]
     for value in [s.get("eos_token_id") for s in sources] + [tokenizer.eos_token_id]:
         found += value if isinstance(value, list) else [value] if value is not None else []
     return frozenset(found)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from models.attention import attend, rotate
 from models.cache import KVCache
+from models.linear import linear
 from models.source import Source, load_model, load_tokenizer, resolve
 from recipes.schema import TargetConfig, UserError
 
@@ -50,7 +51,11 @@ class Target:
         self.model, self.tokenizer, self.fingerprint = model.eval().requires_grad_(False), tokenizer, source.fingerprint
         self.name, self.folder = source.name, source.folder
         self.config = config = model.config.get_text_config()
-        self.n_layers, self.hidden_size, self.vocab_size = config.num_hidden_layers, config.hidden_size, config.vocab_size
+        self.n_layers, self.hidden_size, self.vocab_size = (
+            config.num_hidden_layers,
+            config.hidden_size,
+            config.vocab_size,
+        )
         self.n_heads, self.n_kv = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.max_positions = config.max_position_embeddings
@@ -128,14 +133,18 @@ class Target:
                 states.append(x)
         return States(torch.cat(states, -1), self._norm(x, self.final_norm))
 
-    def _mask(self, kind: str, cache: KVCache | None, positions_BT: Tensor, ancestors_BTT: Tensor | None) -> Tensor | None:
+    def _mask(
+        self, kind: str, cache: KVCache | None, positions_BT: Tensor, ancestors_BTT: Tensor | None
+    ) -> Tensor | None:
         """[B, T, S] visibility, or None where plain causal attention over the new tokens alone says the same."""
         T, window = positions_BT.shape[1], self.window if kind == "sliding_attention" else None
         fresh = cache is None or cache.high == 0
         if fresh and ancestors_BTT is None and (window is None or window >= T):
             return None
         if ancestors_BTT is None:
-            ancestors_BTT = torch.ones(T, T, dtype=torch.bool, device=self.device).tril().expand(len(positions_BT), T, T)
+            ancestors_BTT = (
+                torch.ones(T, T, dtype=torch.bool, device=self.device).tril().expand(len(positions_BT), T, T)
+            )
         if cache is None or fresh:
             mask, keys_BS = ancestors_BTT, positions_BT
         else:
@@ -155,7 +164,7 @@ class Target:
     ) -> Tensor:
         B, T, _ = x_BTH.shape
         norms = layer.norms
-        qkv = F.linear(self._norm(x_BTH, norms["input_layernorm"]), layer.qkv, layer.qkv_bias)
+        qkv = linear(self._norm(x_BTH, norms["input_layernorm"]), layer.qkv, layer.qkv_bias)
         qkv = qkv.view(B, T, self.n_heads + 2 * self.n_kv, self.head_dim).transpose(1, 2)
         q, k, v = qkv.split([self.n_heads, self.n_kv, self.n_kv], dim=1)
         if "q_norm" in norms:
@@ -164,16 +173,18 @@ class Target:
         if cache is not None:
             cached = cache.write(index, k, v)
             k, v = (k, v) if cache.high == 0 else cached
-        x = layer.out(attend(q, k, v, mask_BTS, layer.scale, layer.softcap))
+        x = linear(attend(q, k, v, mask_BTS, layer.scale, layer.softcap), layer.out.weight, layer.out.bias)
         if "pre_feedforward_layernorm" in norms:  # Gemma 2 and 3 norm both ends of each sublayer
             x = x_BTH + self._norm(x, norms["post_attention_layernorm"])
-            return x + self._norm(self._mlp(layer, self._norm(x, norms["pre_feedforward_layernorm"])), norms["post_feedforward_layernorm"])
+            return x + self._norm(
+                self._mlp(layer, self._norm(x, norms["pre_feedforward_layernorm"])), norms["post_feedforward_layernorm"]
+            )
         x = x_BTH + x
         return x + self._mlp(layer, self._norm(x, norms["post_attention_layernorm"]))
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, layer.gate_up).chunk(2, dim=-1)
-        return layer.down(layer.act(gate) * up)
+        gate, up = linear(x, layer.gate_up).chunk(2, dim=-1)
+        return linear(layer.act(gate) * up, layer.down.weight, layer.down.bias)
 
     @torch.no_grad()
     def prefill(self, ids_BT: Tensor, lengths: list[int], cache: KVCache) -> States:
@@ -191,7 +202,7 @@ class Target:
 
     def logits(self, final: Tensor, kept_ids: Tensor | None = None) -> Tensor:
         """[..., H] -> [..., V], or the columns of `kept_ids` alone."""
-        logits = F.linear(final, self.head_weight if kept_ids is None else self.head_weight[kept_ids])
+        logits = linear(final, self.head_weight if kept_ids is None else self.head_weight[kept_ids])
         return logits if self.final_softcap is None else self.final_softcap * torch.tanh(logits / self.final_softcap)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -203,7 +214,9 @@ def check_taps(taps: list[int] | None, n_layers: int) -> tuple[int, ...]:
     """The recipe's taps, or [2, n // 2, n - 3], ascending and distinct, in h[L] numbering."""
     chosen = tuple(taps) if taps else (2, n_layers // 2, n_layers - 3)
     if any(t < 0 or t >= n_layers for t in chosen):
-        raise UserError(f"target.taps={list(chosen)} must lie in 0..{n_layers - 1} for this target of {n_layers} layers")
+        raise UserError(
+            f"target.taps={list(chosen)} must lie in 0..{n_layers - 1} for this target of {n_layers} layers"
+        )
     if sorted(set(chosen)) != list(chosen):
         raise UserError(
             f"the target has {n_layers} layers, so its taps {list(chosen)} collide or are out of order. "

@@ -314,7 +314,9 @@ def _explain(where: str, key: str, error: OmegaConfBaseException) -> str:
         return f"{where}: key {key!r}: {reason}"
     group, _, leaf = key.rpartition(".")
     if group == "eval" and any(word in leaf for word in NOT_LOSSLESS):
-        return f"{where}: {key!r} is refused: no decoder here can honour it losslessly (temperature, top_p and top_k, yes)"
+        return (
+            f"{where}: {key!r} is refused: no decoder here can honour it losslessly (temperature, top_p and top_k, yes)"
+        )
     if group.startswith("data.sources."):
         known = [f"{group}.{f.name}" for f in dataclasses.fields(SourceConfig)]
     else:

@@ -9,7 +9,10 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
 )
-TEXT = ["the quick brown fox jumps over the lazy dog", "a b c d e f g h i j k l m n o p q r s t u v w x y z 0 1 2 3 4 5 6 7 8 9"]
+TEXT = [
+    "the quick brown fox jumps over the lazy dog",
+    "a b c d e f g h i j k l m n o p q r s t u v w x y z 0 1 2 3 4 5 6 7 8 9",
+]
 
 
 def tiny_tokenizer(vocab_size: int = 320) -> Any:
@@ -68,3 +71,18 @@ def tiny_model_folder(folder: Path, family: str = "llama", seed: int = 0, **chan
     tokenizer = tiny_tokenizer(min(320, model.config.get_text_config().vocab_size))
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def tiny_drafter(target: Any, kept: list[int] | None = None, noise: float = 0.1, seed: int = 0) -> Any:
+    """A random drafter whose every tensor differs from its initial value; `kept` None = full vocabulary."""
+    from models.eagle3 import Eagle3, Eagle3Config
+    from models.vocab import VocabMap
+
+    vocab = VocabMap.identity(target.vocab_size) if kept is None else VocabMap.from_ids(kept, target.vocab_size)
+    torch.manual_seed(seed)
+    drafter = Eagle3(Eagle3Config.from_target(target, vocab), vocab)
+    drafter.init_from_target(target)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn_like(parameter) * noise)
+    return drafter.eval()

@@ -98,15 +98,15 @@ def deal(step: Step, lengths: np.ndarray, micro_tokens: int, ranks: int) -> list
     return [cut + [[] for _ in range(most - len(cut))] for cut in cuts]
 
 
-def load_batch(rows: Rows, indices: list[int], device: torch.device) -> Batch:
-    """Pad rows to the longest. No indices gives two unsupervised positions: a rank must pass through its modules."""
+def load_batch(rows: Rows, indices: list[int]) -> Batch:
+    """Pad rows to the longest, on the host. No indices gives two unsupervised positions: a rank must pass through its modules."""
     loaded = [rows.row(i) for i in indices] or [(torch.zeros(2).long(), torch.zeros(2).int())]
     longest = max(len(ids) for ids, _ in loaded)
     ids_BT = torch.zeros(len(loaded), longest, dtype=torch.int64)
     answer_BT = torch.zeros(len(loaded), longest, dtype=torch.int32)
     for b, (ids, answer) in enumerate(loaded):
         ids_BT[b, : len(ids)], answer_BT[b, : len(ids)] = ids, answer
-    return Batch(ids_BT.to(device), answer_BT.to(device))
+    return Batch(ids_BT, answer_BT)
 
 
 class Schedule:

@@ -170,7 +170,11 @@ def export(recipe: Recipe, folder: Path, source: Source, prepared: Prepared, dra
     assert step is not None, "the end of training always names a best checkpoint"
     drafter.load_state_dict(store.model(step))
     drafter.eval()
-    papers = provenance(recipe, source, prepared) | {"step": step, "validation_tau": state.scores.get(step)}
+    papers = provenance(recipe, source, prepared) | {
+        "fingerprint": source.fingerprint,
+        "step": step,
+        "validation_tau": state.scores.get(step),
+    }
     save_drafter(drafter, folder / "drafter", papers)
 
 

@@ -166,7 +166,7 @@ class Loop:
         accelerator, cfg = self.accelerator, self.cfg
         lengths = self.schedule.lengths
         share = deal(rows, lengths, cfg.micro_batch_tokens, accelerator.num_processes)[accelerator.process_index]
-        inputs = [self.objective.prepare(load_batch(self.rows, part, accelerator.device)) for part in share]
+        inputs = [self.objective.prepare(load_batch(self.rows, part)) for part in share]
         local = torch.stack([self.objective.counts(x) for x in inputs]).sum(0)
         counts = accelerator.reduce(local, reduction="sum")
         for group in self.wrapped.param_groups:

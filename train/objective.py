@@ -102,15 +102,24 @@ def simulated_tau(match_SN: Tensor, supervised_SN: Tensor) -> float:
     return tau_from_counts(*survival(match_SN, supervised_SN))
 
 
+class Slots(NamedTuple):
+    """The supervised slots of one unroll step, n of them (one, slot 0, where there is none: then `any` is False)."""
+
+    index_n: Tensor  # into the flattened [B, T]
+    teacher_n: Tensor  # where the teaching position's state is in final_mH
+    next_n: Tensor  # the row's own token at x[p+2+i]
+    any: bool
+
+
 class Inputs(NamedTuple):
-    """A micro-batch with what the frozen target says about it."""
+    """A micro-batch with what the frozen target says about it; m positions teach some slot."""
 
     ids_BT: Tensor
     supervised_SBT: Tensor
     taps_BTC: Tensor
-    final_nH: Tensor  # final normed states of the n positions that teach some slot
-    row_BT: Tensor  # where a position's state is in final_nH; 0 for positions that teach nothing
-    best_BT: Tensor  # draft id of the teacher's arg-max; -1 where it is not kept, or teaches nothing
+    final_mH: Tensor  # final normed states of the positions that teach
+    best_m: Tensor  # draft id of the teacher's arg-max; -1 where it is not kept
+    slots: list[Slots]
 
 
 class Objective(nn.Module):
@@ -146,26 +155,39 @@ class UnrollLoss(Objective):
 
     @torch.no_grad()
     def prepare(self, batch: Batch) -> Inputs:
+        """Which slots count is read off the answer marks on the host, so that nothing on a GPU waits for it."""
         ids_BT, answer_BT = batch
-        supervised_SBT = supervised(answer_BT, self.steps)
-        states = self.target.features(ids_BT)
-        taught_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
+        device, supervised_SBT = self.target.device, supervised(answer_BT, self.steps)
+        teaches_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
         for i, supervised_BT in enumerate(supervised_SBT):
-            taught_BT[:, 1 + i :] |= supervised_BT[:, : max(0, ids_BT.shape[1] - 1 - i)]
-        where = taught_BT.nonzero(as_tuple=True)
-        final_nH = states.final_BTH[where] if len(where[0]) else states.final_BTH[:1, 0]
-        row_BT, best_BT = torch.zeros_like(ids_BT), torch.full_like(ids_BT, -1)
-        row_BT[where] = torch.arange(len(where[0]), device=ids_BT.device)
-        if len(where[0]):
-            best_BT[where] = self.vocab.to_draft(teacher_best(self.target, final_nH))
-        return Inputs(ids_BT, supervised_SBT, states.taps_BTC, final_nH, row_BT, best_BT)
+            teaches_BT[:, 1 + i :] |= supervised_BT[:, : max(0, ids_BT.shape[1] - 1 - i)]
+        teaching = teaches_BT.flatten().nonzero().squeeze(-1)
+        place_BT = torch.zeros_like(ids_BT)
+        place_BT.view(-1)[teaching] = torch.arange(len(teaching))
+        slots = []
+        for i, supervised_BT in enumerate(supervised_SBT):
+            found = supervised_BT.flatten().nonzero().squeeze(-1)
+            index = found if len(found) else found.new_zeros(1)
+            told = (
+                index,
+                shift_left(place_BT, 1 + i, 0).view(-1)[index],
+                shift_left(ids_BT, 2 + i, -1).view(-1)[index],
+            )
+            slots.append(Slots(*(t.to(device, non_blocking=True) for t in told), any=len(found) > 0))
+        ids_BT = ids_BT.to(device, non_blocking=True)
+        states = self.target.features(ids_BT)
+        teaching = (teaching if len(teaching) else teaching.new_zeros(1)).to(device, non_blocking=True)
+        final_mH = states.final_BTH.flatten(0, 1)[teaching]
+        best_m = self.vocab.to_draft(teacher_best(self.target, final_mH))
+        return Inputs(ids_BT, supervised_SBT.to(device), states.taps_BTC, final_mH, best_m, slots)
 
     def counts(self, inputs: Inputs) -> Tensor:
-        return torch.stack([self._kept(inputs, i).sum() for i in range(self.steps)])
+        return torch.stack([self._kept(inputs, slots).sum() for slots in inputs.slots])
 
-    def _kept(self, x: Inputs, i: int) -> Tensor:
-        """Slots in the loss at step i [B, T]: supervised, and the teacher's arg-max is in the kept vocabulary."""
-        return x.supervised_SBT[i] & (shift_left(x.best_BT, 1 + i, -1) >= 0)
+    @staticmethod
+    def _kept(x: Inputs, slots: Slots) -> Tensor:
+        """Slots in the loss [n]: supervised, and the teacher's arg-max is in the kept vocabulary."""
+        return (x.best_m[slots.teacher_n] >= 0) & slots.any
 
     def forward(self, x: Inputs, counts_S: Tensor) -> tuple[Tensor, Tensor]:
         """This micro-batch's share of the optimiser step's loss, whose means divide by `counts`; metric sums [6, S].
@@ -179,25 +201,20 @@ class UnrollLoss(Objective):
         loss = torch.zeros((), device=x.ids_BT.device)
         with torch.autocast(x.ids_BT.device.type, torch.bfloat16, enabled=self.bf16):
             with torch.no_grad():
-                teacher_mV = self.target.logits(x.final_nH, self.kept_ids)
+                teacher_mV = self.target.logits(x.final_mH, self.kept_ids)
             weights = step_weights(self.steps, self.decay)
             hidden = self.drafter.unroll(x.taps_BTC.float(), lambda i: self._embed(x.ids_BT, 1 + i), self.steps)
             for i, hidden_BTH in enumerate(hidden):
-                kept_BT = self._kept(x, i)
-                slots_n = kept_BT.flatten().nonzero().squeeze(-1)
-                alive = len(slots_n) > 0
-                slots_n = slots_n if alive else slots_n.new_zeros(1)
-                rows_n = shift_left(x.row_BT, 1 + i, 0).flatten()[slots_n]
-                logits_nV = self.drafter.logits(hidden_BTH.flatten(0, 1)[slots_n])
-                loss_n, guess_n = soft_cross_entropy(logits_nV, teacher_mV, rows_n)
-                total = loss_n.sum() * float(alive)
+                slots = x.slots[i]
+                kept_n = self._kept(x, slots)
+                logits_nV = self.drafter.logits(hidden_BTH.flatten(0, 1).index_select(0, slots.index_n))
+                loss_n, guess_n = soft_cross_entropy(logits_nV, teacher_mV, slots.teacher_n)
+                total = (loss_n * kept_n).sum()
                 loss = loss + weights[i] * total / counts_S[i].clamp(min=1)
-                if alive:
-                    next_n = shift_left(x.ids_BT, 2 + i, -1).flatten()[slots_n]
-                    match_SN[i, slots_n] = self._tokens(guess_n) == next_n
-                    sums[CORRECT, i] = (guess_n == shift_left(x.best_BT, 1 + i, -1).flatten()[slots_n]).sum()
+                match_SN[i, slots.index_n] = (self._tokens(guess_n) == slots.next_n) & kept_n
+                sums[CORRECT, i] = ((guess_n == x.best_m[slots.teacher_n]) & kept_n).sum()
                 sums[LOSS, i] = total.detach()
-                sums[KEPT, i] = kept_BT.sum()
+                sums[KEPT, i] = kept_n.sum()
         sums[SUPERVISED] = x.supervised_SBT.sum((1, 2))
         sums[AT_RISK], sums[SURVIVED] = survival(match_SN, x.supervised_SBT.flatten(1))
         return loss, sums

@@ -71,7 +71,7 @@ def best_of(
 @pytest.mark.parametrize("rate", [0.3, 0.5, 0.7])
 @pytest.mark.parametrize("prices", [(27.0, 3.5, 3.0), (27.0, 8.0, 1.0), (10.0, 0.1, 2.0)])
 def test_the_choice_is_within_three_percent_of_the_best(rate: float, prices: tuple[float, float, float]) -> None:
-    decode = machine(rate, prices, noise=0.05)
+    decode = machine(rate, prices, noise=0.03)
     best, speed = best_of(accepts(rate), cost(*prices))
     assert speed(tuned(decode)["chosen"]) >= 0.97 * best
 

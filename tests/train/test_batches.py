@@ -73,7 +73,7 @@ def test_no_rows_is_the_users_mistake() -> None:
 
 def test_batches_are_padded_on_the_right() -> None:
     rows = tiny_run.rows([9, 14])
-    batch = load_batch(rows, [0, 1], torch.device("cpu"))
+    batch = load_batch(rows, [0, 1])
     assert batch.ids_BT.shape == (2, 14) and batch.answer_BT[0, 9:].sum() == 0
     assert batch.ids_BT[0, :9].tolist() == rows.row(0)[0].tolist()
-    assert load_batch(rows, [], torch.device("cpu")).answer_BT.sum() == 0
+    assert load_batch(rows, []).answer_BT.sum() == 0

@@ -51,7 +51,7 @@ def naive_loss(loss: UnrollLoss, rows: Rows, indices: list[int]) -> tuple[Tensor
 
 def pass_through(loss: UnrollLoss, rows: Rows, micro_batches: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
     """An optimiser step's (loss, sums, counts) over micro-batches, backward done."""
-    inputs = [loss.prepare(load_batch(rows, part, CPU)) for part in micro_batches]
+    inputs = [loss.prepare(load_batch(rows, part)) for part in micro_batches]
     counts = torch.stack([loss.counts(x) for x in inputs]).sum(0)
     total, sums = torch.zeros(()), torch.zeros(6, loss.steps, dtype=torch.float64)
     for x in inputs:

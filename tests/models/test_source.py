@@ -1,0 +1,162 @@
+"""Where a target comes from: its taps, its fingerprint, and every way in which it can be refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from models.source import resolve
+from models.target import choose_device, choose_dtype, load_target
+from recipes.schema import TargetConfig, UserError
+from tests.tiny import tiny_model_folder
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_folder(tmp_path_factory.mktemp("good"), "llama")
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy to be spoilt, and a cache of its own."""
+    monkeypatch.setenv("ESPALIER_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(good, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def edit(path: Path, **changes: Any) -> None:
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+def refused(path: Path | str, *words: str, taps: list[int] | None = None) -> None:
+    with pytest.raises(UserError) as caught:
+        load_target(TargetConfig(path=str(path), taps=taps or []))
+    for word in words:
+        assert word in str(caught.value), f"{word!r} not in {caught.value}"
+
+
+def test_colliding_taps_are_refused_by_name_and_explicit_ones_taken(tmp_path: Path) -> None:
+    shallow = tiny_model_folder(tmp_path / "shallow", "llama", num_hidden_layers=6)
+    refused(shallow, "6 layers", "[2, 3, 3]", "target.taps=")
+    assert load_target(TargetConfig(path=str(shallow), taps=[1, 3, 5])).taps == (1, 3, 5)
+    refused(shallow, "collide", taps=[3, 1, 2])
+    refused(shallow, "0..5", taps=[1, 2, 6])
+    refused(shallow, "0..5", taps=[-1, 2, 3])
+
+
+def test_default_taps_are_low_middle_high(good: Path) -> None:
+    assert load_target(TargetConfig(path=str(good))).taps == (2, 4, 5)
+
+
+def test_no_path(tmp_path: Path) -> None:
+    refused("", "target.path")
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    refused(tmp_path / "nowhere", "nowhere", "neither a folder")
+    refused("./nowhere", "nowhere")
+
+
+def test_missing_gguf_file_and_package(tmp_path: Path) -> None:
+    refused(tmp_path / "model.gguf", "model.gguf")
+    refused("package:no_such_package/model.gguf", "no_such_package", "pip install")
+
+
+def test_wrong_gguf_hash(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match=r"target\.sha256"):
+        resolve(TargetConfig(path=str(tmp_path / "model.gguf"), sha256="0" * 64))
+
+
+def test_folder_without_config(tmp_path: Path) -> None:
+    refused(tmp_path, str(tmp_path), "config.json")
+
+
+def test_config_that_is_no_json(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    refused(folder, "config.json", "JSON")
+
+
+def test_not_causal(folder: Path) -> None:
+    edit(folder / "config.json", architectures=["LlamaForSequenceClassification"])
+    refused(folder, "causal", "LlamaForSequenceClassification")
+
+
+def test_unsupported_type(folder: Path) -> None:
+    edit(folder / "config.json", model_type="falcon", architectures=["FalconForCausalLM"])
+    refused(folder, "falcon", "llama, mistral")
+
+
+def test_no_chat_template(folder: Path) -> None:
+    edit(folder / "tokenizer_config.json", chat_template=None)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    refused(folder, "chat template")
+
+
+def test_no_end_token(folder: Path) -> None:
+    edit(folder / "config.json", eos_token_id=None)
+    edit(folder / "generation_config.json", eos_token_id=None)
+    edit(folder / "tokenizer_config.json", eos_token=None)
+    refused(folder, "end token")
+
+
+def test_no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    refused(folder, str(folder))
+
+
+def test_no_safetensors(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    refused(folder, "safetensors", str(folder))
+
+
+def test_broken_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    refused(folder, str(folder))
+
+
+def test_hub_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_network(*_: Any, **__: Any) -> str:
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", no_network)
+    refused("someone/some-model", "someone/some-model", "no route to the hub", "local folder")
+
+
+def fingerprint(folder: Path) -> str:
+    return resolve(TargetConfig(path=str(folder))).fingerprint
+
+
+def test_fingerprint_is_stable_and_forgets_the_transformers_version(folder: Path) -> None:
+    first = fingerprint(folder)
+    assert fingerprint(folder) == first
+    edit(folder / "config.json", transformers_version="99.0", _name_or_path="elsewhere", dtype="bfloat16")
+    assert fingerprint(folder) == first
+    moved = folder.with_name("moved")
+    folder.rename(moved)
+    assert fingerprint(moved) == first
+
+
+def test_fingerprint_changes_with_one_weight_and_with_the_config(folder: Path) -> None:
+    first = fingerprint(folder)
+    edit(folder / "config.json", rms_norm_eps=1e-4)
+    second = fingerprint(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.3.mlp.down_proj.weight"][0, 0] += 1e-3
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert len({first, second, fingerprint(folder)}) == 3
+
+
+def test_end_tokens_of_every_file_count(folder: Path) -> None:
+    edit(folder / "generation_config.json", eos_token_id=[5, 9])
+    assert resolve(TargetConfig(path=str(folder))).eos_ids == {1, 5, 9}
+
+
+def test_device_and_dtype_names() -> None:
+    with pytest.raises(UserError, match="float16"):
+        choose_dtype("int8", choose_device("cpu"))
