@@ -1,6 +1,7 @@
 """The decoding loop around one target: propose a tree, verify it in one forward, accept a path, commit.
 
-`ar` proposes nothing, `chain` and `eagle` draft, `graft` drafts behind gates and fills freed places by retrieval: one loop.
+`ar` proposes nothing, `chain` and `eagle` draft, `graft` drafts behind gates and fills freed places by retrieval:
+one loop.
 B rows, N nodes, D path positions, T prompt positions, C tap width, V vocabulary.
 """
 
@@ -41,7 +42,7 @@ class Settings:
 
 @dataclass
 class RowResult:
-    """One prompt's output and its rounds. `tokens` starts with the one that prefill yields, which belongs to no round."""
+    """One prompt's output and its rounds. `tokens` starts with the one that prefill yields: it belongs to no round."""
 
     tokens: list[int] = field(default_factory=list)
     rounds: int = 0
@@ -192,7 +193,7 @@ class _Decoding:
         facts = [accepted, tree.valid.sum(1) - 1, stage, merged]
         host = torch.stack([f if f is not None else torch.zeros_like(accepted) for f in facts], 1).tolist()
         sources = tree.source.gather(1, path).tolist() if s.decoder == "graft" else None
-        counts = self._record(said.tolist(), host, sources, [found for found in self._drafted(tree)])
+        counts = self._record(said.tolist(), host, sources, self._drafted(tree))
         self.clock.lap("accept")
         counts_B = torch.tensor(counts, device=self.roots.device)
         width = max(counts)

@@ -56,7 +56,7 @@ class EagleDrafting:
 
     @torch.no_grad()
     def candidates(self, depth: int, branch: int, gates: tuple[float, ...] = ()) -> Candidates:
-        """Draft `depth` layers (EAGLE-2/3: the best `branch` of each layer are expanded), stopping early at the gates."""
+        """Draft `depth` layers (EAGLE-2/3: the best `branch` of each are expanded), stopping early at the gates."""
         B, k = len(self.state_B1H), branch
         logp, token = self._top(self.state_B1H, k)
         scores, tokens = logp[:, 0], token[:, 0]

@@ -49,7 +49,7 @@ class SuccessorMatrix:
 
 @dataclass(frozen=True)
 class Template:
-    """Rank paths as a static tree: parent (index in the template, -1 = root), rank and depth of each node, level by level."""
+    """Rank paths as a static tree, level by level: parent (its index, -1 = root), rank and depth of each node."""
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -62,7 +62,7 @@ def template(size: int) -> Template:
     if size in HISTOGRAMS:
         levels = _by_histogram(HISTOGRAMS[size])
     else:
-        levels = [p for p in sorted(_candidates(size), key=lambda p: (-_weight(p), len(p), p))][:size]
+        levels = sorted(_candidates(size), key=lambda p: (-_weight(p), len(p), p))[:size]
     paths = tuple(sorted(levels, key=lambda p: (len(p), p)))
     index = {p: i for i, p in enumerate(paths)}
     parents = tuple(index[p[:-1]] if len(p) > 1 else -1 for p in paths)
@@ -110,7 +110,7 @@ def retrieve(matrix: SuccessorMatrix, roots_B: Tensor, shape: Template) -> Tenso
 def graft(tree: DraftTree, retrieved_BR: Tensor, wanted_BR: Tensor, shape: Template) -> tuple[DraftTree, Tensor]:
     """Hang retrieved nodes under the root of a draft tree, as a trie keyed by (parent, token): a node that the draft
     already has is merged with it and its descendants move there. Returns the tree and each row's merged count [B]."""
-    B, K = tree.tokens.shape
+    K = tree.size
     places: list[Tensor] = []  # node index of each template node in the joined tree
     usable: list[Tensor] = []  # it is in the joined tree, merged or new
     merged: list[Tensor] = []

@@ -1,8 +1,8 @@
 """Acceptance: the target's own draw at each node decides which child, if any, is entered.
 
 With drafts fixed before the target draws, this is EAGLE's tree rule for deterministic proposals (accept child x with
-probability p(x), else zero it and renormalise; methods.md 1.8) in law: both sample p exactly, and enter the child that was
-sampled. At T = 0 the draw is the arg-max and the accepted path the longest matching one.
+probability p(x), else zero it and renormalise) in law: both sample p exactly and enter the child that was sampled.
+At T = 0 the draw is the arg-max and the accepted path the longest matching one.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,8 @@ lossless = True
 def walk(tree: DraftTree, choose: Callable[[Tensor, int], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Follow the target from the root: `choose(node [B], depth)` is its token at that node, drawn once a depth.
 
-    Returns the path [B, depth + 1] of node indices (root first, padded with its last node), how many drafts were accepted
-    [B], and the token after them, the bonus [B].
+    Returns the path [B, depth + 1] of node indices (root first, padded with its last node), how many drafts were
+    accepted [B], and the token after them, the bonus [B].
     """
     node = torch.zeros_like(tree.tokens[:, 0])
     path, accepted, bonus = [node], torch.zeros_like(node), torch.zeros_like(node)

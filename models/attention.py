@@ -45,8 +45,8 @@ def causal_plus_diagonals(
 ) -> Tensor:
     """Attention of one unroll step -> [B, N, T, D]; `diagonals` holds (key, value) of each later step, [B, N, T, D].
 
-    Query p sees the step-0 keys 0..p and, of every later step, the key at its own slot p alone. The two parts are merged
-    by their log-sum-exp, so nothing of size [T, T] is stored.
+    Query p sees the step-0 keys 0..p and, of every later step, the key at its own slot p alone. The two parts are
+    merged by their log-sum-exp, so nothing of size [T, T] is stored.
     """
     if _flash(q_BNTD) is None:
         return reference_causal_plus_diagonals(q_BNTD, k_BNTD, v_BNTD, diagonals)

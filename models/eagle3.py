@@ -1,7 +1,7 @@
 """EAGLE-3 (arXiv 2503.01840): one decoder layer that drafts from three of the target's hidden states.
 
-The whole drafter: its config, its layer, the training-time unroll and the cached steps of decoding. Equations and tensor
-names are those that serving engines read (checkpoint-formats B.1).
+The whole drafter: its config, its layer, the training-time unroll and the cached steps of decoding. Equations and
+tensor names are those that serving engines (vLLM, SGLang) read.
 
 B batch, T slots, H hidden, N heads, K key-value heads, D head size, C = taps * H, V vocabulary, Vd draft vocabulary.
 Slot p holds the features of x[0..p] and the embedding of x[p+1]; it predicts x[p+2].
@@ -136,7 +136,7 @@ class Eagle3(nn.Module):
 
     @torch.no_grad()
     def init_from_target(self, target: Target) -> None:
-        """The head starts from the target's rows of the kept tokens and its final norm; fc passes the top tap through."""
+        """Head and norm start from the target's (its rows of the kept tokens); fc passes the top tap through."""
         self.lm_head.weight.copy_(target.head_weight[self.vocab.kept_ids.to(target.device)])
         self.norm.weight.copy_(target.final_norm)
         H = self.config.hidden_size
@@ -211,8 +211,9 @@ class Eagle3(nn.Module):
     ) -> Tensor:
         """One cached pass -> states [B, T, H]; cache lengths do not advance.
 
-        Without `ancestors` the T slots continue the row as a chain (committed tokens). With it they are nodes of a draft
-        tree, `depth` steps below the last committed slot's own prediction, of U uncommitted ones in all, themselves last.
+        Without `ancestors` the T slots continue the row as a chain (committed tokens). With it they are nodes of a
+        draft tree, `depth` steps below the last committed slot's own prediction; of the U uncommitted ones they come
+        last.
         """
         B, T, _ = state_BTH.shape
         if ancestors_BTU is None:

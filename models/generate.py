@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from models.cache import KVCache
 from models.sampling import draw, law, uniforms
 from models.target import Target
 

@@ -1,7 +1,7 @@
 """The drafter on disk: the portable layout that vLLM and SGLang both read (checkpoint-formats B.3).
 
-One Llama-style layer, names without a prefix, no embedding (engines share the target's), the head always written, offsets
-and mask of the vocabulary only when it is reduced, layer ids only when they are not the default ones.
+One Llama-style layer, names without a prefix, no embedding (engines share the target's), the head always written,
+offsets and mask of the vocabulary only when it is reduced, layer ids only when they are not the default ones.
 """
 
 import json
@@ -73,6 +73,8 @@ def save_drafter(drafter: Eagle3, folder: Path, provenance: dict[str, Any], dtyp
 
     `provenance` must carry `fingerprint` (of the target); `target_layers` is added.
     """
+    if not provenance.get("fingerprint"):
+        raise ValueError("a drafter without its target's fingerprint can't be told from one for another target")
     tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in drafter.state_dict().items()}
     if not drafter.vocab.full:
         tensors |= {"d2t": drafter.vocab.d2t.cpu(), "t2d": drafter.vocab.t2d.cpu()}
@@ -98,7 +100,7 @@ def check_drafter(folder: Path, fingerprint: str) -> None:
         print(f"warning: {folder} carries no target fingerprint; it may belong to another target", file=sys.stderr)
     elif stated != fingerprint:
         raise UserError(
-            f"drafter={folder} was trained for another target: its fingerprint is {stated}, this target's {fingerprint}. "
+            f"drafter={folder} was trained for another target (fingerprint {stated}, this one's is {fingerprint}). "
             "Use the recipe it was trained with, or train one for this target."
         )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from recipes.files import cache_dir, sha256_file, sha256_json, whole_folder, write_json
 from recipes.schema import TargetConfig, UserError
@@ -175,7 +176,7 @@ def load_model(source: Source, device: torch.device, dtype: torch.dtype, trust_r
         model = AutoModelForCausalLM.from_pretrained(
             source.folder, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0][:300]
         raise UserError(f"target {source.name}: weights in {source.folder} cannot be loaded: {reason}") from error
     return model.to(device)

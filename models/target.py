@@ -225,13 +225,13 @@ def check_taps(taps: list[int] | None, n_layers: int) -> tuple[int, ...]:
     return chosen
 
 
-def _concatenate(linears: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    weight = torch.cat([linear.weight.data for linear in linears])
-    biases = [linear.bias for linear in linears if linear.bias is not None]
+def _concatenate(modules: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    weight = torch.cat([module.weight.data for module in modules])
+    biases = [module.bias for module in modules if module.bias is not None]
     offset = 0
-    for linear in linears:
-        linear.weight.data = weight[offset : offset + linear.out_features]
-        offset += linear.out_features
+    for module in modules:
+        module.weight.data = weight[offset : offset + module.out_features]
+        offset += module.out_features
     return weight, torch.cat([b.data for b in biases]) if biases else None
 
 

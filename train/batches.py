@@ -99,7 +99,7 @@ def deal(step: Step, lengths: np.ndarray, micro_tokens: int, ranks: int) -> list
 
 
 def load_batch(rows: Rows, indices: list[int]) -> Batch:
-    """Pad rows to the longest, on the host. No indices gives two unsupervised positions: a rank must pass through its modules."""
+    """Pad rows to the longest, on the host. No indices give two unsupervised positions: every rank takes part."""
     loaded = [rows.row(i) for i in indices] or [(torch.zeros(2).long(), torch.zeros(2).int())]
     longest = max(len(ids) for ids, _ in loaded)
     ids_BT = torch.zeros(len(loaded), longest, dtype=torch.int64)

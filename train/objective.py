@@ -168,12 +168,10 @@ class UnrollLoss(Objective):
         for i, supervised_BT in enumerate(supervised_SBT):
             found = supervised_BT.flatten().nonzero().squeeze(-1)
             index = found if len(found) else found.new_zeros(1)
-            told = (
-                index,
-                shift_left(place_BT, 1 + i, 0).view(-1)[index],
-                shift_left(ids_BT, 2 + i, -1).view(-1)[index],
-            )
-            slots.append(Slots(*(t.to(device, non_blocking=True) for t in told), any=len(found) > 0))
+            teacher = shift_left(place_BT, 1 + i, 0).view(-1)[index]
+            following = shift_left(ids_BT, 2 + i, -1).view(-1)[index]
+            index, teacher, following = (t.to(device, non_blocking=True) for t in (index, teacher, following))
+            slots.append(Slots(index, teacher, following, len(found) > 0))
         ids_BT = ids_BT.to(device, non_blocking=True)
         states = self.target.features(ids_BT)
         teaching = (teaching if len(teaching) else teaching.new_zeros(1)).to(device, non_blocking=True)

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-import torch
 
 from recipes.schema import TrainConfig, UserError
 from tests.train import tiny_run
