@@ -50,6 +50,8 @@ def causal_plus_diagonals(
     """
     if _flash(q_BNTD) is None:
         return reference_causal_plus_diagonals(q_BNTD, k_BNTD, v_BNTD, diagonals)
+    # the flash kernels trust the last stride to be 1 and compute nonsense where it is not
+    q_BNTD, k_BNTD, v_BNTD = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_BNTD, k_BNTD, v_BNTD))
     flat = [t for pair in diagonals for t in pair]
     out: Tensor = _CausalPlusDiagonals.apply(q_BNTD, k_BNTD, v_BNTD, *flat)
     return out

@@ -136,14 +136,27 @@ class Eagle3(nn.Module):
 
     @torch.no_grad()
     def init_from_target(self, target: Target) -> None:
-        """Head and norm start from the target's (its rows of the kept tokens); fc passes the top tap through."""
+        """Start where the target ends: its final norm, its head's rows of the kept tokens, its last layer for the state
+        half of the attention's input (the embedding half small and random), and fc passing the top tap through."""
+        c, layer = self.config, target.layers[-1]
         self.lm_head.weight.copy_(target.head_weight[self.vocab.kept_ids.to(target.device)])
         self.norm.weight.copy_(target.final_norm)
-        H = self.config.hidden_size
-        for linear in (m for m in self.midlayer.modules() if isinstance(m, Linear)):
-            nn.init.normal_(linear.weight, std=0.02)
         nn.init.normal_(self.fc.weight, std=0.02)
-        self.fc.weight[:, -H:] += torch.eye(H, device=self.fc.weight.device)
+        self.fc.weight[:, -c.hidden_size :] += torch.eye(c.hidden_size, device=self.fc.weight.device)
+        attention, mlp = self.midlayer.self_attn, self.midlayer.mlp
+        sizes = [c.num_attention_heads * c.head_dim, *[c.num_key_value_heads * c.head_dim] * 2]
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        for linear, weight in zip(projections, layer.qkv.split(sizes), strict=True):
+            nn.init.normal_(linear.weight, std=0.02)
+            linear.weight[:, c.hidden_size :] = weight
+        attention.o_proj.weight.copy_(layer.out.weight)
+        gate, up = layer.gate_up.chunk(2)
+        mlp.gate_proj.weight.copy_(gate)
+        mlp.up_proj.weight.copy_(up)
+        mlp.down_proj.weight.copy_(layer.down.weight)
+        before_mlp = "pre_feedforward_layernorm" if "pre_feedforward_layernorm" in layer.norms else None
+        self.midlayer.hidden_norm.weight.copy_(layer.norms["input_layernorm"])
+        self.midlayer.post_attention_layernorm.weight.copy_(layer.norms[before_mlp or "post_attention_layernorm"])
 
     def logits(self, state: Tensor) -> Tensor:
         """[..., H] -> [..., Vd]."""

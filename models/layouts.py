@@ -87,7 +87,11 @@ def save_drafter(drafter: Eagle3, folder: Path, provenance: dict[str, Any], dtyp
 
 def read_provenance(folder: Path) -> dict[str, Any]:
     path = folder / "provenance.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    try:
+        found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"drafter: {path} cannot be read as JSON: {error}") from error
+    return found
 
 
 def check_drafter(folder: Path, fingerprint: str) -> None:
@@ -123,7 +127,9 @@ def load_drafter(folder: Path, target: Target) -> Eagle3:
     return drafter.to(target.device).eval()
 
 
-def _read_config(raw: dict[str, Any], folder: Path, target: Target) -> Eagle3Config:
+def _read_config(raw: Any, folder: Path, target: Target) -> Eagle3Config:
+    if not isinstance(raw, dict):
+        raise UserError(f"drafter={folder}: config.json is not a JSON object")
     on = [flag for flag in OFF if raw.get(flag)]
     if on:
         raise UserError(f"drafter={folder}: {', '.join(on)} set, which this version cannot decode")

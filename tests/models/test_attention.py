@@ -52,6 +52,25 @@ def test_the_reference_equals_loops() -> None:
     torch.testing.assert_close(causal_plus_diagonals(q, k, v, diagonals), expected)
 
 
+def test_any_memory_layout_gives_the_same() -> None:
+    """A flash kernel trusts the last stride to be 1; a transposed product makes it something else."""
+    torch.manual_seed(0)
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3), (3, 0, 1, 2), (2, 3, 0, 1)):
+        shape = [(2, 3, 6, 8)[axis] for axis in order]
+        back = [order.index(axis) for axis in range(4)]
+        q, k, v, key, value = (torch.randn(shape).permute(back).requires_grad_() for _ in range(5))
+        ours = causal_plus_diagonals(q, k, v, [(key, value)])
+        reference = reference_causal_plus_diagonals(q, k, v, [(key, value)])
+        torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-5)
+        weight = torch.randn_like(ours)
+        for one, other in zip(
+            torch.autograd.grad((ours * weight).sum(), [q, k, v, key, value]),
+            torch.autograd.grad((reference * weight).sum(), [q, k, v, key, value]),
+            strict=True,
+        ):
+            torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
 def test_large_scores_do_not_overflow() -> None:
     torch.manual_seed(0)
     q, k, v = (draw(1, 1, 5, 8) for _ in range(3))
