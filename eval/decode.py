@@ -216,7 +216,7 @@ class _Decoding:
     def _remember(self, tree: DraftTree, path: Tensor, logits: Tensor) -> None:
         """Every verified node teaches the matrix; for one token the accepted path wins, then the higher score."""
         on_path = torch.zeros_like(tree.valid).scatter(1, path, True)
-        priority = tree.scores.clamp(max=0.0) + on_path * 1e6
+        priority = tree.scores.clamp(-1e5, 0.0) + on_path * 1e6  # retrieved nodes score -1e9, accepted ones too
         order = priority.flatten().sort(stable=True).indices
         order = order[tree.valid.flatten()[order]]
         best = logits.topk(WIDTH, -1).indices.flatten(0, 1)

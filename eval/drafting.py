@@ -34,7 +34,7 @@ class EagleDrafting:
     """An EAGLE-3 drafter beside the committed text: its cache, and the state it drafts from."""
 
     def __init__(self, drafter: Eagle3, target: Target, rows: int, capacity: int) -> None:
-        self.drafter, self.target = drafter, target
+        self.drafter, self.target, self.vocab = drafter, target, drafter.vocab.to(target.device)
         self.cache: KVCache = drafter.new_cache(rows, capacity)
         self.state_B1H: Tensor = torch.empty(0)
 
@@ -52,7 +52,7 @@ class EagleDrafting:
         """Log-probabilities and target tokens of each state's k best continuations [B, k', k]."""
         logits = self.drafter.logits(states_BkH).float()
         best = logits.topk(min(k, logits.shape[-1]), -1)
-        return best.values - logits.logsumexp(-1, keepdim=True), self.drafter.vocab.to_target(best.indices)
+        return best.values - logits.logsumexp(-1, keepdim=True), self.vocab.to_target(best.indices)
 
     @torch.no_grad()
     def candidates(self, depth: int, branch: int, gates: tuple[float, ...] = ()) -> Candidates:

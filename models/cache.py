@@ -4,6 +4,9 @@ import torch
 from torch import Tensor
 
 
+ALIGN = 16
+
+
 class KVCache:
     """Keys and values [B, K, capacity, D] a layer. Slots below a row's length are committed; new tokens are written
     from there on and count only once `advance`, `keep` or `set_lengths` says so.
@@ -14,6 +17,7 @@ class KVCache:
     def __init__(
         self, layers: int, rows: int, heads: int, capacity: int, head_dim: int, device: torch.device, dtype: torch.dtype
     ) -> None:
+        capacity = -(-capacity // ALIGN) * ALIGN
         shape = (layers, rows, heads, capacity, head_dim)
         self.keys = torch.zeros(shape, device=device, dtype=dtype)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
@@ -47,8 +51,9 @@ class KVCache:
             self.host[row] = length
 
     def span(self, new: int) -> int:
-        """Slots that attention must read when `new` tokens follow."""
-        return min(self.capacity, self.high + new)
+        """Slots that attention reads when `new` tokens follow: a multiple of ALIGN, since masks of other widths send a
+        GPU's attention down a path many times slower."""
+        return min(self.capacity, -(-(self.high + new) // ALIGN) * ALIGN)
 
     def write(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor, offset: int = 0) -> tuple[Tensor, Tensor]:
         """Store keys and values behind the committed ones, `offset` slots further on when uncommitted ones are already

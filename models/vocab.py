@@ -41,13 +41,15 @@ class VocabMap:
         return self.d2t + torch.arange(self.size, device=self.d2t.device)
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
-        return draft_ids + self.d2t.to(draft_ids.device)[draft_ids]
+        return draft_ids + self.d2t[draft_ids]
 
     def to_draft(self, target_ids: Tensor) -> Tensor:
         """Draft ids, -1 where the token is not kept."""
-        t2d = self.t2d.to(target_ids.device)
-        rank = t2d.cumsum(0) - 1
-        return torch.where(t2d[target_ids], rank[target_ids], -1)
+        rank = self.t2d.cumsum(0) - 1
+        return torch.where(self.t2d[target_ids], rank[target_ids], -1)
+
+    def to(self, device: torch.device) -> "VocabMap":
+        return VocabMap(self.d2t.to(device), self.t2d.to(device))
 
     def hash(self) -> str:
         return hashlib.sha256(self.kept_ids.cpu().numpy().tobytes() + str(len(self.t2d)).encode()).hexdigest()

@@ -150,8 +150,9 @@ class UnrollLoss(Objective):
     ) -> None:
         super().__init__()
         self.drafter = drafter
-        self.target, self.vocab, self.steps, self.decay, self.bf16 = target, vocab, steps, decay, bf16
-        self.kept_ids = None if vocab.full else vocab.kept_ids.to(target.device)
+        self.target, self.steps, self.decay, self.bf16 = target, steps, decay, bf16
+        self.vocab = vocab.to(target.device)
+        self.kept_ids = None if vocab.full else self.vocab.kept_ids
 
     @torch.no_grad()
     def prepare(self, batch: Batch) -> Inputs:

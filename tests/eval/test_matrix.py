@@ -22,7 +22,7 @@ def test_published_histograms(size: int) -> None:
 
 
 def test_the_worked_example() -> None:
-    """The d5 template that methods 1.6 spells out."""
+    """The smallest stage template, path by path."""
     levels = [[p for p in template(20).paths if len(p) == d] for d in range(1, 10)]
     assert levels[0] == [(0,), (1,), (2,), (3,)]
     assert levels[1] == [(0, 0), (0, 1), (1, 0)]

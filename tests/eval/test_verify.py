@@ -1,4 +1,4 @@
-"""The acceptance rule by exact enumeration (methods 4.8): every draw, exact probabilities, the joint law of the output."""
+"""The acceptance rule by exact enumeration: every draw, its exact probability, the joint law of what comes out."""
 
 import itertools
 import random
@@ -70,7 +70,7 @@ def outcomes_of_walk(paths: list[Path], law: Law) -> Joint:
 
 
 def outcomes_of_eagle(paths: list[Path], law: Law) -> Joint:
-    """EAGLE's rule (methods 1.8): accept child x with p(x), else zero it and renormalise; the rest yields the bonus."""
+    """EAGLE's rule: accept child x with p(x), else zero it and renormalise; what is left yields the bonus."""
     found: defaultdict[Path, float] = defaultdict(float)
 
     def visit(node: Path, probability: float) -> None:

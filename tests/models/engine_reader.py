@@ -1,6 +1,6 @@
 """An exported drafter as a serving engine reads it: config.json and model.safetensors, and nothing of models/.
 
-Engine equations of checkpoint-formats B.1; one request, keys and values in a growing list. H width, V target vocabulary.
+The equations of vLLM and SGLang for one request, keys and values in a growing list. H width, V target vocabulary.
 """
 
 import json
@@ -49,7 +49,7 @@ class EngineReader:
         return x_ND * cos + half * sin
 
     def forward(self, g_H: Tensor, token: int) -> Tensor:
-        """One token through the layer at the next position; the state before the final norm, recycled by the next step."""
+        """One token through the layer at the next position; its state before the final norm goes into the next step."""
         position, D = len(self.keys), self.c["head_dim"]
         e = self.norm(self.embedding[token], "midlayer.input_layernorm.weight")
         x = torch.cat([e, self.norm(g_H, "midlayer.hidden_norm.weight")])

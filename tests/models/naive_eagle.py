@@ -1,6 +1,6 @@
 """EAGLE-3 written down a second time, slowly: one full causal forward over a plain sequence, nothing cached or masked.
 
-From the equations of checkpoint-formats B.1 and methods 3.2 alone; shares no code with models/. No batch: T slots, H hidden.
+Written from the equations that engines implement; shares no code with models/. No batch: T slots, H hidden.
 """
 
 from collections.abc import Mapping

@@ -29,7 +29,7 @@ def test_slice_and_index_writes_store_the_same() -> None:
         cache.set_lengths([3, 3])
         k, v = tokens(2, 4)
         read_k, read_v = cache.write(1, k, v, offset=2)
-        assert read_k.shape[2] == cache.span(6) == 9
+        assert read_k.shape[2] == cache.span(6) >= 9
         assert torch.equal(read_k[:, :, 5:9], k) and torch.equal(read_v[:, :, 5:9], v)
     assert torch.equal(by_slice.keys, by_index.keys) and torch.equal(by_slice.values, by_index.values)
     assert by_slice.uniform and not by_index.uniform
@@ -44,6 +44,13 @@ def test_ragged_rows_write_behind_their_own_length() -> None:
         assert torch.equal(cache.keys[0, row, :, length : length + 3], k[row])
         assert not cache.keys[0, row, :, length + 3 :].any()
     assert cache.lengths.tolist() == [5, 0, 2] == cache.host
+
+
+def test_a_span_covers_what_is_there_and_never_exceeds_the_capacity() -> None:
+    cache = make(2, capacity=40)
+    for high, new in ((0, 1), (3, 6), (16, 0), (30, 10), (cache.capacity - 1, 1)):
+        cache.set_lengths([0, high])
+        assert high + new <= cache.span(new) <= cache.capacity
 
 
 def test_keep_commits_the_first_tokens_of_each_row() -> None:
@@ -96,10 +103,10 @@ def test_visible_shows_all_committed_slots_and_the_allowed_new_ones() -> None:
     cache.set_lengths(lengths)
     ancestors = torch.rand(3, 2, 5) < 0.5  # two queries among five uncommitted tokens
     seen = cache.visible(ancestors)
-    assert seen.shape == (3, 2, 9)
+    assert seen.shape == (3, 2, cache.span(5)) and cache.span(5) >= 9
     for row, length in enumerate(lengths):
         for t in range(2):
-            for slot in range(9):
+            for slot in range(cache.span(5)):
                 new = slot - length
                 expected = True if new < 0 else bool(ancestors[row, t, new]) if new < 5 else False
                 assert bool(seen[row, t, slot]) == expected
@@ -109,5 +116,6 @@ def test_positions_number_committed_slots_and_new_tokens() -> None:
     cache = make(2)
     cache.set_lengths([3, 1])
     positions = cache.positions(torch.tensor([[3, 4, 4], [1, 2, 2]]))
-    assert positions[0].tolist() == [0, 1, 2, 3, 4, 4]
+    assert positions.shape == (2, cache.span(3))
+    assert positions[0, :6].tolist() == [0, 1, 2, 3, 4, 4]
     assert positions[1, :4].tolist() == [0, 1, 2, 2]

@@ -29,7 +29,12 @@ def prompts() -> list[list[int]]:
 def by_transformers(target: Target, prompt: list[int], new: int, stops: list[int]) -> list[int]:
     ids = torch.tensor([prompt])
     out = target.model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=stops, pad_token_id=0
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        do_sample=False,
+        eos_token_id=stops,
+        pad_token_id=0,
     )
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
