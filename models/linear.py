@@ -17,7 +17,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.device.type != "cpu" or x.dtype != torch.float32 or rows > FEW_ROWS:
         return F.linear(x, weight, bias)
     flat = x.reshape(rows, -1)
-    out = (weight @ (flat if rows > 1 else flat.expand(2, -1)).T).T[:rows].reshape(*x.shape[:-1], -1)
+    out = (weight @ (flat if rows > 1 else flat.repeat(2, 1)).T).T[:rows].reshape(*x.shape[:-1], -1)
     return out if bias is None else out + bias
 
 
