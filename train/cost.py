@@ -7,12 +7,17 @@ from typing import Any
 
 import torch
 
+from data_prep.answers import generation_dtype
 from models.target import choose_device
 from recipes.schema import Recipe
 
 
 def use_bf16(recipe: Recipe, device: torch.device) -> bool:
-    return device.type == "cuda" if recipe.train.precision == "auto" else recipe.train.precision == "bf16"
+    """Whether the step computes in bf16 (masters stay fp32); `fast` asks a short timed product on a CPU."""
+    chosen = recipe.train.precision
+    if chosen == "fast":
+        return generation_dtype("auto", device) == torch.bfloat16
+    return device.type == "cuda" if chosen == "auto" else chosen == "bf16"
 
 
 def target_config(path: str) -> dict[str, Any] | None:

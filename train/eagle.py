@@ -81,7 +81,9 @@ def main(recipe: Recipe) -> None:
     drafter = Eagle3(Eagle3Config.from_target(target, prepared.vocab), prepared.vocab)
     drafter.init_from_target(target)
     steps, decay = recipe.eagle.unroll_steps, recipe.eagle.step_decay
-    objective = UnrollLoss(drafter, target, prepared.vocab, steps, decay, bf16=use_bf16(recipe, device))
+    bf16 = use_bf16(recipe, device)
+    teacher = loader(recipe, target)(torch.bfloat16) if bf16 and device.type == "cpu" else target
+    objective = UnrollLoss(drafter, teacher, prepared.vocab, steps, decay, bf16=bf16)
     loop = Loop(recipe, objective, prepared.train, accelerator, folder)
 
     def score(step: int) -> float:
