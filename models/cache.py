@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-
 ALIGN = 16
 
 
