@@ -1,4 +1,4 @@
-"""Which tokens are answers, and which drafter slots are supervised by them (contract 2 of the architecture).
+"""Which tokens are answers, and which drafter slots are supervised by them.
 
 Shapes: T positions of a row, B rows, i unroll step.
 """

@@ -214,11 +214,13 @@ class _Decoding:
         return found
 
     def _remember(self, tree: DraftTree, path: Tensor, logits: Tensor) -> None:
-        """Every verified node teaches the matrix; for one token the accepted path wins, then the higher score."""
+        """Every verified node of an unfinished row teaches the matrix; for one token the accepted path wins, then the
+        higher score."""
+        running = torch.tensor([not row.done for row in self.rows], device=tree.tokens.device).unsqueeze(1)
         on_path = torch.zeros_like(tree.valid).scatter(1, path, True)
         priority = tree.scores.clamp(-1e5, 0.0) + on_path * 1e6  # retrieved nodes score -1e9, accepted ones too
         order = priority.flatten().sort(stable=True).indices
-        order = order[tree.valid.flatten()[order]]
+        order = order[(tree.valid & running).flatten()[order]]
         best = logits.topk(WIDTH, -1).indices.flatten(0, 1)
         assert self.matrix is not None
         self.matrix.update(tree.tokens.flatten()[order], best[order])
@@ -272,7 +274,7 @@ def _book(row: RowResult, kept: int, emitted: int, drafted: int, cut: bool) -> N
 
 def _templates(settings: Settings, device: torch.device) -> tuple[Template | None, Tensor | None]:
     """The widest stage's template, and which of its nodes each stage wants [stages, R]: the templates are nested."""
-    shapes = [template(settings.nodes - kept) for kept in draft_budgets(settings.nodes)]
+    shapes = [template(settings.nodes - kept, settings.nodes == 60) for kept in draft_budgets(settings.nodes)]
     widest = shapes[0]
     if not widest.paths:
         return None, None

@@ -11,8 +11,17 @@ from torch import Tensor
 from eval.tree import RETRIEVAL, DraftTree
 
 WIDTH = 8  # successors a token
-RANK_WEIGHTS = (0.50, 0.17, 0.09, 0.06, 0.045, 0.035, 0.03, 0.025)  # chance that rank r is right; methods.md 1.6
-HISTOGRAMS = {  # published nodes a depth, by template size (Table 7)
+RANK_WEIGHTS = (
+    0.50,
+    0.17,
+    0.09,
+    0.06,
+    0.045,
+    0.035,
+    0.03,
+    0.025,
+)  # chance that rank r is right; our weights, which meet Table 7
+HISTOGRAMS = {  # published nodes a depth, by template size, for 60 nodes (Table 7)
     52: (8, 10, 8, 6, 5, 4, 4, 4, 3),
     36: (6, 7, 5, 4, 4, 3, 3, 2, 2),
     20: (4, 3, 3, 2, 2, 2, 2, 1, 1),
@@ -57,9 +66,10 @@ class Template:
     paths: tuple[tuple[int, ...], ...]
 
 
-def template(size: int) -> Template:
-    """The `size` best rank paths: by the published histogram where there is one, else the most probable ones."""
-    if size in HISTOGRAMS:
+def template(size: int, published: bool = True) -> Template:
+    """The `size` best rank paths: by the published histogram where there is one and it is wanted, else the most
+    probable ones. Templates of either kind are nested in one another, not across kinds."""
+    if published and size in HISTOGRAMS:
         levels = _by_histogram(HISTOGRAMS[size])
     else:
         levels = sorted(_candidates(size), key=lambda p: (-_weight(p), len(p), p))[:size]

@@ -1,4 +1,4 @@
-"""Intervals for ratios of sums, by a paired bootstrap over prompts (methods.md 8: prompts are the unit that varies).
+"""Intervals for ratios of sums, by a paired bootstrap over prompts: prompts are the unit that varies.
 
 A resample draws whole prompts, so a prompt's numerator, denominator and its baseline run move together. Every figure is
 a ratio of sums, never a mean of per-prompt ratios: long answers count for what they cost.

@@ -1,4 +1,4 @@
-"""The drafter on disk: the portable layout that vLLM and SGLang both read (checkpoint-formats B.3).
+"""The drafter on disk: the portable layout that vLLM and SGLang both read (vLLM 0.33, SGLang 0.5.23).
 
 One Llama-style layer, names without a prefix, no embedding (engines share the target's), the head always written,
 offsets and mask of the vocabulary only when it is reduced, layer ids only when they are not the default ones.
@@ -30,7 +30,7 @@ OFF = (
 
 
 def engine_layer_ids(taps: tuple[int, ...], target_layers: int) -> dict[str, Any]:
-    """The config keys that tell engines which states to capture; none for the default taps (checkpoint-formats B.0).
+    """The config keys that tell engines which states to capture; none for the default taps.
 
     vLLM reads the top-level list in h[L] numbering; SGLang reads the nested one and adds 1.
     """

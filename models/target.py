@@ -1,6 +1,6 @@
 """The frozen target: loaded through transformers, run on our own cache, exposing the states a drafter reads.
 
-Layer numbering (checkpoint-formats B.0): `h[0]` is the embedding output, `h[L]` the residual stream after L decoder
+Layer numbering: `h[0]` is the embedding output, `h[L]` the residual stream after L decoder
 layers, before the final norm. B batch, T positions, S key slots, H hidden, V vocabulary, C = len(taps) * H.
 """
 

@@ -141,7 +141,7 @@ class Objective(nn.Module):
 
 
 class UnrollLoss(Objective):
-    """EAGLE-3's training-time test over one micro-batch (methods.md 3.2)."""
+    """EAGLE-3's training-time test over one micro-batch."""
 
     drafter: Eagle3
 
