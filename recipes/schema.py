@@ -173,7 +173,8 @@ def load(argv: list[str]) -> Recipe:
     path = recipe_path(given[-1])
     file = _read(path)
     try:
-        overrides = OmegaConf.from_dotlist(argv)
+        # `key=` is meant as empty text, which OmegaConf would read as null
+        overrides = OmegaConf.from_dotlist([a + "''" if a.endswith("=") else a for a in argv])
         layers = OmegaConf.merge(file, overrides)
     except Exception as error:  # YAML and OmegaConf each raise their own families
         raise UserError(f"the command line cannot be read: {_first_line(error)}") from error
