@@ -37,7 +37,7 @@ WARM_PROMPTS = 5
 # (batches of prompts, tokens each, batches even when the budget is spent): everybody, the best few, the run-off
 ROUNDS = ((3, 24, 2), (4, 32, 0), (6, 40, 3))
 FEW, FINALISTS = 6, 3
-BUDGET_SECONDS = 90.0
+BUDGET_SECONDS = 60.0
 SCREENING = 0.6  # share of the budget for the first round
 HOPELESS = (0.6, 0.75)  # share of the best speed below which a setting drops out after one prompt, and after more
 CHAINS_CPU, CHAINS_GPU = (1, 2, 3, 5), (1, 2, 3, 4, 5, 7)
