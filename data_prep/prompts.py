@@ -105,6 +105,8 @@ def parse(value: Any, where: str, default_id: str, default_category: str) -> Pro
     for turn in turns:
         if not isinstance(turn, str) or not turn.strip():
             raise UserError(f"{where}: every turn must be a string with text in it, not {turn!r:.80}")
+        if any("\ud800" <= letter <= "\udfff" for letter in turn):
+            raise UserError(f"{where}: a turn holds half a surrogate pair, which is no text: {turn!r:.80}")
     texts = {"id": value.get("id", default_id), "category": value.get("category", default_category)}
     for key, text in texts.items():
         if not isinstance(text, str) or not text:

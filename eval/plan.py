@@ -76,6 +76,14 @@ def plan(recipe: Recipe, tuned: dict[str, Any] | None = None, drafter: bool = Tr
     return entries
 
 
+def asked(recipe: Recipe) -> dict[str, Any]:
+    """What of the recipe shapes the table beside the tuner's choice: a change of it asks for new tuning."""
+    e = recipe.eval
+    names = [recipe.decoder] if recipe.decoder else list(e.decoders)
+    shape = {"nodes": e.nodes, "depth": e.depth, "branch": e.branch, "gates": list(e.gates)}
+    return {"decoders": names, "chain_length": e.chain_length, **shape}
+
+
 def tuned_shapes(tuned: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """{decoder: changes of Settings} from tuned.json, eagle and graft brought to one budget."""
     best = tuned["best"]

@@ -112,7 +112,7 @@ def needs_drafter(recipe: Recipe) -> bool:
 
 
 def run_folder(recipe: Recipe) -> Path:
-    return Path(recipe.run_dir) if recipe.run_dir else Path("runs") / Path(recipe.recipe).stem
+    return Path(recipe.run_dir).expanduser() if recipe.run_dir else Path("runs") / Path(recipe.recipe).stem
 
 
 def drafter_folder(recipe: Recipe) -> Path:

@@ -24,7 +24,7 @@ from data_prep.prompts import Prompt
 from eval.decode import Decoded, Settings, decode
 from eval.matrix import SuccessorMatrix
 from eval.outcome import STAGES, encode, in_dtype, longest_prompt, new_matrix, row_id
-from eval.plan import describe, settings_of
+from eval.plan import asked, describe, settings_of
 from eval.results import environment
 from models.eagle3 import Eagle3
 from models.target import Target
@@ -161,6 +161,7 @@ def tune(
         "target": target.fingerprint,
         "batch_size": recipe.eval.batch_size,
         "temperature": recipe.eval.temperature,
+        "asked": asked(recipe),
         "seconds": time.perf_counter() - start,
         "chosen": best.record(),
         "best": best_by_decoder(trials),
@@ -321,6 +322,7 @@ def read(folder: Path, recipe: Recipe, target: Target) -> dict[str, Any] | None:
             "batch_size": recipe.eval.batch_size,
             "temperature": recipe.eval.temperature,
             "target": target.fingerprint,
+            "asked": asked(recipe),
         }
         differs += [f"{key} {tuned[key]} (now {value})" for key, value in wanted.items() if tuned[key] != value]
     except (json.JSONDecodeError, KeyError, TypeError) as error:

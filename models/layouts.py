@@ -17,7 +17,7 @@ from torch import Tensor
 from models.eagle3 import Eagle3, Eagle3Config
 from models.target import Target, check_taps
 from models.vocab import VocabMap
-from recipes.files import whole_folder, write_json
+from recipes.files import read_json, whole_folder, write_json
 from recipes.schema import UserError
 
 OFF = (
@@ -87,11 +87,7 @@ def save_drafter(drafter: Eagle3, folder: Path, provenance: dict[str, Any], dtyp
 
 def read_provenance(folder: Path) -> dict[str, Any]:
     path = folder / "provenance.json"
-    try:
-        found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"drafter: {path} cannot be read as JSON: {error}") from error
-    return found
+    return read_json(path, "drafter") if path.is_file() else {}
 
 
 def check_drafter(folder: Path, fingerprint: str) -> None:

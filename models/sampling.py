@@ -12,7 +12,8 @@ _MIX = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))  # Murmu
 
 def uniforms(seed: int, rows: Tensor, positions: Tensor) -> Tensor:
     """float64 in (0, 1) for each (row, position) pair; a counter-based hash, so no state and no order."""
-    x = rows.to(torch.int64) * 0x9E3779B97F4A7C1 + positions.to(torch.int64) * 0x2545F4914F6CDD1 + seed * 0x1B873593 + 1
+    offset = (seed * 0x1B873593 + 1 + (1 << 63)) % (1 << 64) - (1 << 63)  # wrapped, so that any seed will do
+    x = rows.to(torch.int64) * 0x9E3779B97F4A7C1 + positions.to(torch.int64) * 0x2545F4914F6CDD1 + offset
     for multiplier in _MIX:
         x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * multiplier
     x = x ^ ((x >> 33) & 0x7FFFFFFF)

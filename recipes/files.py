@@ -28,6 +28,17 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """A JSON object; anything else is told as damage to `what`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{what}: {path} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{what}: {path} holds no JSON object")
+    return value
+
+
 def make_folder(path: Path) -> Path:
     """mkdir -p, with a missing permission told as the user's mistake."""
     try:
@@ -52,6 +63,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         yield aside
         for file in aside.rglob("*"):
             if file.is_file():
+                file.chmod(0o644)  # safetensors writes files that only their owner can read
                 with file.open("rb") as handle:
                     os.fsync(handle.fileno())
         shutil.rmtree(path, ignore_errors=True)

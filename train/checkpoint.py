@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from recipes.files import make_folder, whole_folder, write_text
+from recipes.files import make_folder, read_json, whole_folder, write_text
 from recipes.schema import Recipe, UserError
 from train.batches import Cursor
 
@@ -111,7 +111,7 @@ class Store:
         self.point("best", step if best is None else best)
 
     def state(self, step: int) -> State:
-        raw: dict[str, Any] = json.loads((self.path(step) / "state.json").read_text(encoding="utf-8"))
+        raw = read_json(self.path(step) / "state.json", "damaged checkpoint, delete its folder")
         scores = {int(k): float(v) for k, v in raw["scores"].items()}
         return State(Cursor(**raw["cursor"]), int(raw["optimizer_step"]), scores, raw["identity"])
 

@@ -34,7 +34,7 @@ from models.layouts import save_drafter
 from models.source import Source, resolve
 from models.target import Target, check_taps, choose_device, choose_dtype, load_target
 from recipes.cli import entry
-from recipes.files import make_folder, write_json, write_text
+from recipes.files import make_folder, read_json, write_json, write_text
 from recipes.schema import Recipe, UserError, save
 from train.checkpoint import State, Store, refuse_change, run_identity
 from train.cost import training_cost, use_bf16
@@ -60,9 +60,9 @@ def main(recipe: Recipe) -> None:
             f"evaluation: {len(prompts)} prompts by {', '.join(recipe.eval.decoders)}\nrun folder: {folder.resolve()}"
         )
         return
-    make_folder(folder)
     source = resolve(recipe.target)
     check_taps(recipe.target.taps, source.n_layers)
+    make_folder(folder)
     if finished(recipe, folder, source):
         return
     torch.manual_seed(recipe.seed)
@@ -244,7 +244,7 @@ def finished(recipe: Recipe, folder: Path, source: Source) -> bool:
     path = folder / "summary.json"
     if not path.is_file():
         return False
-    summary = json.loads(path.read_text(encoding="utf-8"))
+    summary = read_json(path, "run folder (delete the file to redo the evaluation)")
     identity = run_identity(
         recipe, **{"target.fingerprint": source.fingerprint, "target.template": source.template_hash}
     )
