@@ -209,11 +209,14 @@ def test_of_nodes_with_one_token_the_accepted_path_teaches_the_matrix_then_the_h
     logits = torch.randn(1, 6, 20, generator=torch.Generator().manual_seed(0))
     best = logits.topk(8, -1).indices[0]
     for path, node_of_3 in (([0, 1], 1), ([0, 0], 5)):
-        state = SimpleNamespace(matrix=SuccessorMatrix(20))
+        state = SimpleNamespace(matrix=SuccessorMatrix(20), rows=[RowResult()])
         tree = DraftTree(tokens, parents, scores, source, valid, 2)
         _Decoding._remember(cast(_Decoding, state), tree, torch.tensor([path]), logits)
         assert torch.equal(state.matrix.rows[3], best[node_of_3])
         assert torch.equal(state.matrix.rows[5], best[4]) and torch.equal(state.matrix.rows[9], best[0])
+        state = SimpleNamespace(matrix=SuccessorMatrix(20), rows=[RowResult(done=True)])
+        _Decoding._remember(cast(_Decoding, state), tree, torch.tensor([path]), logits)
+        assert state.matrix.filled == 0, "a finished row teaches nothing"
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=name)
