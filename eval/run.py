@@ -18,7 +18,7 @@ from models.layouts import check_drafter, load_drafter, read_provenance
 from models.source import resolve
 from models.target import Target, choose_device, choose_dtype, load_target
 from recipes.cli import entry
-from recipes.files import make_folder
+from recipes.files import make_folder, run_folder
 from recipes.schema import Recipe, UserError
 
 # what generation configs may ask for and a tree of drafts cannot honour losslessly without knowing the path's history
@@ -109,10 +109,6 @@ def dtype_name(recipe: Recipe) -> str:
 
 def needs_drafter(recipe: Recipe) -> bool:
     return any(name != "ar" for name in ([recipe.decoder] if recipe.decoder else recipe.eval.decoders))
-
-
-def run_folder(recipe: Recipe) -> Path:
-    return Path(recipe.run_dir).expanduser() if recipe.run_dir else Path("runs") / Path(recipe.recipe).stem
 
 
 def drafter_folder(recipe: Recipe) -> Path:

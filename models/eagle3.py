@@ -154,9 +154,9 @@ class Eagle3(nn.Module):
         mlp.gate_proj.weight.copy_(gate)
         mlp.up_proj.weight.copy_(up)
         mlp.down_proj.weight.copy_(layer.down.weight)
-        before_mlp = "pre_feedforward_layernorm" if "pre_feedforward_layernorm" in layer.norms else None
+        before_mlp = layer.norms.get("pre_feedforward_layernorm", layer.norms["post_attention_layernorm"])
         self.midlayer.hidden_norm.weight.copy_(layer.norms["input_layernorm"])
-        self.midlayer.post_attention_layernorm.weight.copy_(layer.norms[before_mlp or "post_attention_layernorm"])
+        self.midlayer.post_attention_layernorm.weight.copy_(before_mlp)
 
     def logits(self, state: Tensor) -> Tensor:
         """[..., H] -> [..., Vd]."""

@@ -9,13 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from recipes.schema import UserError
+from recipes.schema import Recipe, UserError
 
 
 def cache_dir(*parts: str) -> Path:
     """A folder under the user's cache (`$ESPALIER_CACHE`, else ~/.cache/espalier)."""
     root = Path(os.environ.get("ESPALIER_CACHE", Path.home() / ".cache" / "espalier"))
     return root.joinpath(*parts)
+
+
+def run_folder(recipe: Recipe) -> Path:
+    return Path(recipe.run_dir).expanduser() if recipe.run_dir else Path("runs") / Path(recipe.recipe).stem
 
 
 def write_text(path: Path, text: str) -> None:

@@ -34,7 +34,7 @@ from models.layouts import save_drafter
 from models.source import Source, resolve
 from models.target import Target, check_taps, choose_device, choose_dtype, load_target
 from recipes.cli import entry
-from recipes.files import make_folder, read_json, write_json, write_text
+from recipes.files import make_folder, read_json, run_folder, write_json, write_text
 from recipes.schema import Recipe, UserError, save
 from train.checkpoint import State, Store, refuse_change, run_identity
 from train.cost import training_cost, use_bf16
@@ -95,10 +95,6 @@ def main(recipe: Recipe) -> None:
         export(recipe, folder, source, prepared, drafter, state)
         report(recipe, folder, target, drafter, state, prompts)
     accelerator.end_training()
-
-
-def run_folder(recipe: Recipe) -> Path:
-    return Path(recipe.run_dir).expanduser() if recipe.run_dir else Path("runs") / Path(recipe.recipe).stem
 
 
 def rank() -> int:
