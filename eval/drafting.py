@@ -3,13 +3,15 @@
 B rows, k branch (children a node, frontier nodes a level), M candidates, U uncommitted drafter slots, H hidden.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from eval.tree import DRAFTER, DraftTree
 from models.cache import KVCache
+from models.capture import Steps
 from models.eagle3 import Eagle3
 from models.target import Target
 
@@ -30,23 +32,55 @@ class Candidates:
     depth: int  # layers drafted
 
 
+@dataclass(frozen=True)
+class Frontier:
+    """A draft after `level` layers: (tokens, parents, scores) of each, and the k best nodes of the last, which the next
+    layer expands: their tokens, scores and candidate indices [B, k], states [B, k, H] and ancestors [B, k, U]."""
+
+    layers: tuple[tuple[Tensor, Tensor, Tensor], ...]
+    tokens: Tensor
+    scores: Tensor
+    index: Tensor
+    states: Tensor
+    ancestors: Tensor
+    stage: Tensor
+    level: int
+
+    @property
+    def running(self) -> Tensor:
+        """bool []: some row still drafts."""
+        return (self.stage == UNGATED).any()
+
+    def gated(self, gate: int, threshold: float) -> "Frontier":
+        """Stop the rows whose best drafted path is no likelier than the threshold (c_d, Graft 1.3)."""
+        confidence = self.layers[-1][2].amax(1).exp()
+        stopped = (self.stage == UNGATED) & (confidence <= threshold)
+        return replace(self, stage=self.stage.masked_fill(stopped, gate))
+
+    def candidates(self) -> Candidates:
+        tokens, parents, scores = (torch.cat(part, 1) for part in zip(*self.layers, strict=True))
+        return Candidates(tokens, parents, scores, self.stage, self.level)
+
+
 class EagleDrafting:
     """An EAGLE-3 drafter beside the committed text: its cache, and the state it drafts from."""
 
     def __init__(self, drafter: Eagle3, target: Target, rows: int, capacity: int) -> None:
         self.drafter, self.target, self.vocab = drafter, target, drafter.vocab.to(target.device)
         self.cache: KVCache = drafter.new_cache(rows, capacity)
-        self.state_B1H: Tensor = torch.empty(0)
+        weight = drafter.fc.weight
+        self.state_B1H = torch.zeros(rows, 1, weight.shape[0], device=weight.device, dtype=weight.dtype)
 
     @torch.no_grad()
-    def extend(self, taps_BTC: Tensor, next_ids_BT: Tensor, counts_B: Tensor, counts: list[int]) -> None:
-        """Commit slots: the target's taps at each, and the token that came after. Rows use their first `counts`."""
+    def extend(self, taps_BTC: Tensor, next_ids_BT: Tensor, counts_B: Tensor, counts: list[int] | None) -> None:
+        """Commit slots: the target's taps at each, and the token that came after. Rows use their first `counts`, which
+        the cache is told of later where they are not given."""
         drafter, dtype = self.drafter, self.drafter.fc.weight.dtype
         states = drafter.step(drafter.fuse(taps_BTC.to(dtype)), self.target.embed(next_ids_BT), self.cache)
         self.cache.keep(counts_B, counts)
         last = states.gather(1, (counts_B - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, states.shape[2]))
         # a row that committed nothing (it has finished) keeps its old state
-        self.state_B1H = last if 0 not in counts else torch.where((counts_B > 0).view(-1, 1, 1), last, self.state_B1H)
+        self.state_B1H.copy_(torch.where((counts_B > 0).view(-1, 1, 1), last, self.state_B1H))
 
     def _top(self, states_BkH: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities and target tokens of each state's k best continuations [B, k', k]."""
@@ -55,47 +89,60 @@ class EagleDrafting:
         return best.values - logits.logsumexp(-1, keepdim=True), self.vocab.to_target(best.indices)
 
     @torch.no_grad()
-    def candidates(self, depth: int, branch: int, gates: tuple[float, ...] = ()) -> Candidates:
-        """Draft `depth` layers (EAGLE-2/3: the best `branch` of each are expanded), stopping early at the gates."""
-        B, k = len(self.state_B1H), branch
-        logp, token = self._top(self.state_B1H, k)
+    def open(self, branch: int) -> Frontier:
+        """The first layer, which costs no pass: the state that the last committed slot left predicts it."""
+        logp, token = self._top(self.state_B1H, branch)
         scores, tokens = logp[:, 0], token[:, 0]
-        k = scores.shape[1]
-        layers = [(tokens, torch.zeros_like(tokens), scores)]
-        frontier, states = torch.arange(k, device=tokens.device).expand(B, k), self.state_B1H.expand(B, k, -1)
+        B, k = tokens.shape
         own = torch.eye(k, dtype=torch.bool, device=tokens.device).expand(B, k, k)
-        ancestors = own
+        index = torch.arange(k, device=tokens.device).expand(B, k)
         stage = torch.full((B,), UNGATED, device=tokens.device)
-        drafted = total = 0
-        for level in range(1, depth + 1):
-            drafted, total = level, total + layers[-1][0].shape[1]
-            if self._gated(level, gates, layers[-1][2], stage) or level == depth:
-                break
-            states = self.drafter.step(states, self.target.embed(tokens), self.cache, level - 1, ancestors)
-            logp, grown = self._top(states, k)
-            running = (stage == UNGATED).view(B, 1, 1)
-            grown_scores = (scores.unsqueeze(2) + logp).masked_fill(~running, float("-inf")).flatten(1)
-            layers.append((grown.flatten(1), (frontier + 1).unsqueeze(2).expand_as(grown).flatten(1), grown_scores))
-            picked = grown_scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
-            above = picked // grown.shape[2]
-            scores, tokens = grown_scores.gather(1, picked), grown.flatten(1).gather(1, picked)
-            frontier = picked + total
-            states = states.gather(1, above.unsqueeze(2).expand(-1, -1, states.shape[2]))
-            ancestors = ancestors.gather(1, above.unsqueeze(2).expand(-1, -1, ancestors.shape[2]))
-            ancestors = torch.cat([ancestors, own], 2)
-        joined = [torch.cat(part, 1) for part in zip(*layers, strict=True)]
-        return Candidates(joined[0], joined[1], joined[2], stage, drafted)
+        layers = ((tokens, torch.zeros_like(tokens), scores),)
+        return Frontier(layers, tokens, scores, index, self.state_B1H.expand(B, k, -1), own, stage, 1)
 
-    @staticmethod
-    def _gated(level: int, gates: tuple[float, ...], scores_Bn: Tensor, stage_B: Tensor) -> bool:
-        """Apply the gate of this level, if there is one, to rows still drafting; True when no row drafts on."""
-        if level not in GATE_DEPTHS or not gates:
-            return False
-        index = GATE_DEPTHS.index(level)
-        confidence = scores_Bn.amax(1).exp()  # c_d: the probability of the single best drafted path
-        stopped = (stage_B == UNGATED) & (confidence <= gates[index])
-        stage_B.masked_fill_(stopped, index)
-        return not bool((stage_B == UNGATED).any())
+    @torch.no_grad()
+    def grow(self, f: Frontier, level: int) -> Frontier:
+        """Draft on to `level` layers (EAGLE-2/3: the best k nodes of each are expanded)."""
+        while f.level < level:
+            B, k = f.tokens.shape
+            states = self.drafter.step(f.states, self.target.embed(f.tokens), self.cache, f.level - 1, f.ancestors)
+            logp, grown = self._top(states, k)
+            running = (f.stage == UNGATED).view(B, 1, 1)
+            scores = (f.scores.unsqueeze(2) + logp).masked_fill(~running, float("-inf")).flatten(1)
+            layer = (grown.flatten(1), (f.index + 1).unsqueeze(2).expand_as(grown).flatten(1), scores)
+            picked = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
+            above = picked // grown.shape[2]
+            ancestors = f.ancestors.gather(1, above.unsqueeze(2).expand(-1, -1, f.ancestors.shape[2]))
+            own = torch.eye(k, dtype=torch.bool, device=picked.device).expand(B, k, k)
+            f = Frontier(
+                layers=(*f.layers, layer),
+                tokens=grown.flatten(1).gather(1, picked),
+                scores=scores.gather(1, picked),
+                index=picked + sum(part[0].shape[1] for part in f.layers),
+                states=states.gather(1, above.unsqueeze(2).expand(-1, -1, states.shape[2])),
+                ancestors=torch.cat([ancestors, own], 2),
+                stage=f.stage,
+                level=f.level + 1,
+            )
+        return f
+
+    def draft(self, depth: int, branch: int, gates: tuple[float, ...] = (), steps: Steps | None = None) -> Frontier:
+        """Draft `depth` layers, stopping early where the gates have stopped every row: one look at the device a gate.
+
+        `steps` captures what lies between two looks.
+        """
+        steps = steps or Steps(self.state_B1H.device, captures=False)
+        f = steps.run(("open", branch), lambda: self.open(branch))
+        for gate, (level, threshold) in enumerate(zip(GATE_DEPTHS, gates, strict=False)):
+            if level > depth:
+                break
+            f = steps.run(("gate", level), partial(self._to_gate, f, level, gate, threshold))
+            if not bool(f.running):
+                return f
+        return steps.run(("grow", depth), partial(self.grow, f, depth))
+
+    def _to_gate(self, f: Frontier, level: int, gate: int, threshold: float) -> Frontier:
+        return self.grow(f, level).gated(gate, threshold)
 
 
 def draft_budgets(nodes: int) -> list[int]:

@@ -14,7 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from data_prep.loops import is_loop
 from data_prep.prompts import Prompt
 from eval import lossless, report, results, tune
-from eval.decode import Decoded, RowResult, Settings, decode
+from eval.decode import Decoded, RowResult, decode_keeping
+from eval.engine import Settings
 from eval.matrix import SuccessorMatrix
 from eval.outcome import (
     Outcome,
@@ -76,7 +77,7 @@ def evaluate(
     tuned: dict[str, Any] | None = None,
     drafter_name: str = "",
     load_fp32: Callable[[], Target] | None = None,
-    decode: Decode = decode,
+    decode: Decode | None = None,
 ) -> list[dict[str, Any]]:
     """Run every decoder of the recipe on `prompts`; returns one results.json dict a decoder, `ar` first.
 
@@ -86,6 +87,7 @@ def evaluate(
     lossless check of a run in another dtype.
     """
     check_settings(recipe)
+    decode = decode or decode_keeping()
     drafter = in_dtype(drafter, target.dtype) if drafter is not None else None
     if not prompts:
         raise UserError("no prompts to evaluate. Give prompts=FILE.jsonl with at least one line")
@@ -111,9 +113,10 @@ def evaluate(
 
 
 def validation_tau(
-    recipe: Recipe, target: Target, drafter: Eagle3, prompts: Sequence[Prompt], *, decode: Decode = decode
+    recipe: Recipe, target: Target, drafter: Eagle3, prompts: Sequence[Prompt], *, decode: Decode | None = None
 ) -> float:
     """Greedy chain tau on the first turns of validation prompts, looping answers left out, in batches."""
+    decode = decode or decode_keeping()
     settings = settings_of("chain", recipe.eval, temperature=0.0, top_p=1.0, top_k=0)
     encoded = [encode(target, recipe, prompt) for prompt in prompts]
     fitting = sorted((ids for ids in encoded if len(ids) <= longest_prompt(target, recipe.eval)), key=len)

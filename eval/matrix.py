@@ -4,6 +4,7 @@ V vocabulary, R template nodes, K draft nodes.
 """
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -42,31 +43,48 @@ class SuccessorMatrix:
         other.rows.copy_(self.rows)
         return other
 
+    def assign(self, other: "SuccessorMatrix | None") -> None:
+        """Hold what another one holds; nothing, without one."""
+        if other is None:
+            self.rows.fill_(-1)
+        else:
+            self.rows.copy_(other.rows)
+
     @property
     def filled(self) -> int:
         return int((self.rows[:-1, 0] >= 0).sum())
 
-    def update(self, tokens_n: Tensor, successors_nW: Tensor) -> None:
-        """Overwrite the rows of `tokens`; of equal tokens the last in order wins, on every device."""
+    def update(self, tokens_n: Tensor, successors_nW: Tensor, teaches_n: Tensor | None = None) -> None:
+        """Overwrite the rows of `tokens` (of those that teach, where that is given); of equal tokens the last in order
+        wins, on every device."""
+        spare = len(self.rows) - 1
+        tokens_n = tokens_n if teaches_n is None else torch.where(teaches_n, tokens_n, spare)
         order = torch.arange(len(tokens_n), device=tokens_n.device)
         self._owner.scatter_reduce_(0, tokens_n, order, "amax")
         won = self._owner[tokens_n] == order
-        self.rows[torch.where(won, tokens_n, len(self.rows) - 1)] = successors_nW
-        self._owner[tokens_n] = -1
-        self.rows[-1] = -1
+        self.rows[torch.where(won, tokens_n, spare)] = successors_nW
+        self._owner.index_fill_(0, tokens_n, -1)
+        self.rows[spare] = -1
+
+
+@dataclass(frozen=True)
+class Level:
+    """The template's nodes of one depth: the index of each one's parent (0 the root, else 1 + place in `paths`), and
+    its rank among the successors of the token there."""
+
+    parents: Tensor
+    ranks: Tensor
 
 
 @dataclass(frozen=True)
 class Template:
-    """Rank paths as a static tree, level by level: parent (its index, -1 = root), rank and depth of each node."""
+    """Rank paths as a static tree, in order of depth."""
 
-    parents: tuple[int, ...]
-    ranks: tuple[int, ...]
-    depths: tuple[int, ...]
     paths: tuple[tuple[int, ...], ...]
+    levels: tuple[Level, ...]
 
 
-def template(size: int, published: bool = True) -> Template:
+def template(size: int, published: bool = True, device: torch.device | str = "cpu") -> Template:
     """The `size` best rank paths: by the published histogram where there is one and it is wanted, else the most
     probable ones. Templates of either kind are nested in one another, not across kinds."""
     if published and size in HISTOGRAMS:
@@ -74,9 +92,13 @@ def template(size: int, published: bool = True) -> Template:
     else:
         levels = sorted(_candidates(size), key=lambda p: (-_weight(p), len(p), p))[:size]
     paths = tuple(sorted(levels, key=lambda p: (len(p), p)))
-    index = {p: i for i, p in enumerate(paths)}
-    parents = tuple(index[p[:-1]] if len(p) > 1 else -1 for p in paths)
-    return Template(parents, tuple(p[-1] for p in paths), tuple(len(p) for p in paths), paths)
+    index = {p: 1 + i for i, p in enumerate(paths)}
+    stacked = []
+    for _, nodes in groupby(paths, key=len):
+        pairs = [(index.get(path[:-1], 0), path[-1]) for path in nodes]
+        parents, ranks = torch.tensor(pairs, device=device).unbind(1)
+        stacked.append(Level(parents, ranks))
+    return Template(paths, tuple(stacked))
 
 
 def _weight(path: tuple[int, ...]) -> float:
@@ -108,40 +130,44 @@ def _candidates(size: int) -> list[tuple[int, ...]]:
 
 
 def retrieve(matrix: SuccessorMatrix, roots_B: Tensor, shape: Template) -> Tensor:
-    """Tokens of the template's nodes below each root [B, R]; -1 for a cold row and all below it."""
-    columns: list[Tensor] = []
-    for parent, rank in zip(shape.parents, shape.ranks, strict=True):
-        above = roots_B if parent < 0 else columns[parent]
-        token = matrix.rows[above.clamp(min=0), rank]
-        columns.append(torch.where(above >= 0, token, -1))
-    return torch.stack(columns, 1)
+    """Tokens of the template's nodes below each root [B, R], a level at a time; -1 for a cold row and all below it."""
+    found = roots_B.unsqueeze(1)
+    for level in shape.levels:
+        above = found[:, level.parents]
+        token = matrix.rows[above.clamp(min=0), level.ranks]
+        found = torch.cat([found, torch.where(above >= 0, token, -1)], 1)
+    return found[:, 1:]
 
 
 def graft(tree: DraftTree, retrieved_BR: Tensor, wanted_BR: Tensor, shape: Template) -> tuple[DraftTree, Tensor]:
     """Hang retrieved nodes under the root of a draft tree, as a trie keyed by (parent, token): a node that the draft
     already has is merged with it and its descendants move there. Returns the tree and each row's merged count [B]."""
-    K = tree.size
-    places: list[Tensor] = []  # node index of each template node in the joined tree
-    usable: list[Tensor] = []  # it is in the joined tree, merged or new
-    merged: list[Tensor] = []
-    root = torch.zeros_like(tree.tokens[:, 0])
-    for i, parent in enumerate(shape.parents):
-        above = root if parent < 0 else places[parent]
-        alive = wanted_BR[:, i] & (retrieved_BR[:, i] >= 0)
-        alive = alive if parent < 0 else alive & usable[parent]
-        found, child = tree.children(above, retrieved_BR[:, i])
-        places.append(torch.where(found, child, K + i))
-        usable.append(alive)
-        merged.append(found & alive)
-    parents = [root if p < 0 else places[p] for p in shape.parents]
-    is_merged = torch.stack(merged, 1)
-    new = torch.stack(usable, 1) & ~is_merged
+    B, K = tree.tokens.shape
+    index = torch.arange(K, K + retrieved_BR.shape[1], device=retrieved_BR.device)
+    # of each template node, the root in front: its place in the joined tree, and whether it is in it, merged or new
+    place = retrieved_BR.new_zeros(B, 1)
+    usable, merged = torch.ones_like(place, dtype=torch.bool), torch.zeros_like(place, dtype=torch.bool)
+    parents = place
+    for level in shape.levels:
+        nodes = slice(place.shape[1] - 1, place.shape[1] - 1 + len(level.ranks))
+        above, token = place[:, level.parents], retrieved_BR[:, nodes]
+        alive = wanted_BR[:, nodes] & (token >= 0) & usable[:, level.parents]
+        match = (tree.parents.unsqueeze(1) == above.unsqueeze(2)) & (tree.tokens.unsqueeze(1) == token.unsqueeze(2))
+        match = match & tree.valid.unsqueeze(1)
+        match[:, :, 0] = False
+        found = match.any(2)
+        parents = torch.cat([parents, above], 1)
+        place = torch.cat(
+            [place, torch.where(found, match.to(torch.uint8).argmax(2), index[nodes].expand_as(found))], 1
+        )
+        usable, merged = torch.cat([usable, alive], 1), torch.cat([merged, found & alive], 1)
+    new = usable[:, 1:] & ~merged[:, 1:]
     joined = DraftTree(
         torch.cat([tree.tokens, retrieved_BR.clamp(min=0)], 1),
-        torch.cat([tree.parents, torch.stack(parents, 1)], 1),
+        torch.cat([tree.parents, parents[:, 1:]], 1),
         torch.cat([tree.scores, tree.scores.new_full(new.shape, -1e9)], 1),
         torch.cat([tree.source, torch.full_like(retrieved_BR, RETRIEVAL)], 1),
         torch.cat([tree.valid, new], 1),
-        max(tree.depth, max(shape.depths, default=0)),
+        max(tree.depth, len(shape.levels)),
     )
-    return joined, is_merged.sum(1)
+    return joined, merged.sum(1)

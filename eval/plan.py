@@ -4,7 +4,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from eval.decode import Settings
+from eval.engine import Settings
 from recipes.schema import DECODERS, EvalConfig, Recipe, UserError, validate
 
 

@@ -51,12 +51,11 @@ def root_only(tokens_B: Tensor) -> DraftTree:
     return DraftTree(tokens, zeros, zeros.float(), zeros, torch.ones_like(tokens, dtype=torch.bool), 0)
 
 
-def compact(tree: DraftTree) -> DraftTree:
-    """Valid nodes first, in order, and no more columns than the fullest row needs."""
+def compact(tree: DraftTree, width: int | None = None) -> DraftTree:
+    """Valid nodes first, in order, and no more columns than `width`, or than the fullest row needs."""
     order = (~tree.valid).to(torch.uint8).sort(dim=1, stable=True).indices
     place = torch.empty_like(order).scatter_(1, order, torch.arange(tree.size, device=order.device).expand_as(order))
-    width = int(tree.valid.sum(1).max())
-    order = order[:, :width]
+    order = order[:, : int(tree.valid.sum(1).max()) if width is None else width]
     valid = tree.valid.gather(1, order)
     parents = place.gather(1, tree.parents.gather(1, order)) * valid
     return DraftTree(

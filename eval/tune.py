@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.prompts import Prompt
-from eval.decode import Decoded, Settings, decode
+from eval.decode import Decoded, decode_keeping
+from eval.engine import Settings
 from eval.matrix import SuccessorMatrix
 from eval.outcome import STAGES, encode, in_dtype, longest_prompt, new_matrix, row_id
 from eval.plan import asked, describe, settings_of
@@ -135,7 +136,7 @@ def tune(
     prompts: Sequence[Prompt],
     folder: Path | None = None,
     *,
-    decode: Callable[..., Decoded] = decode,
+    decode: Callable[..., Decoded] | None = None,
     budget: float = BUDGET_SECONDS,
     settings: Sequence[Settings] | None = None,
 ) -> dict[str, Any]:
@@ -143,7 +144,7 @@ def tune(
 
     The first prompts warm graft's matrix, the others are decoded; none of them may be among the measured ones.
     """
-    drafter = in_dtype(drafter, target.dtype)
+    drafter, decode = in_dtype(drafter, target.dtype), decode or decode_keeping()
     start = time.perf_counter()
     warm, batches = _prompts(recipe, target, prompts)
     base = warm_matrix(target, drafter, recipe, warm, decode)
@@ -201,11 +202,11 @@ def measured_grid(
     prompts: Sequence[Prompt],
     *,
     tokens: int = 48,
-    decode: Callable[..., Decoded] = decode,
+    decode: Callable[..., Decoded] | None = None,
     settings: Sequence[Settings] | None = None,
 ) -> list[dict[str, Any]]:
     """Every candidate on every prompt, interleaved: what the tuner's choice is judged against. Fastest first."""
-    drafter = in_dtype(drafter, target.dtype)
+    drafter, decode = in_dtype(drafter, target.dtype), decode or decode_keeping()
     warm, batches = _prompts(recipe, target, prompts)
     base = warm_matrix(target, drafter, recipe, warm, decode)
     trials = _trials(settings or candidates(recipe, target.device.type), base)

@@ -11,6 +11,8 @@ class KVCache:
     from there on and count only once `advance`, `keep` or `set_lengths` says so.
 
     `host` mirrors the lengths on the host, so that attention reads only the slots that can matter without a sync.
+    With `bucket` set, attention reads that many slots whatever the lengths, and writes go by index: what a captured
+    step needs, since lengths move under it.
     """
 
     def __init__(
@@ -23,7 +25,7 @@ class KVCache:
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.rows, self.capacity = rows, capacity
         self.host = [0] * rows
-        self.scatter = False  # always write by index: what a captured step needs, since lengths move under it
+        self.bucket = 0
         self._row_index = torch.arange(rows, device=device)
 
     def set_lengths(self, lengths: list[int]) -> None:
@@ -37,7 +39,7 @@ class KVCache:
     @property
     def uniform(self) -> bool:
         """Every row has the same length, so writes are slices and not scatters."""
-        return not self.scatter and len(set(self.host)) == 1
+        return not self.bucket and len(set(self.host)) == 1
 
     def adopt(self, rows: list[int], other: "KVCache") -> None:
         """Take over the committed slots of another cache of the same model, its rows in order, into `rows` here."""
@@ -52,7 +54,7 @@ class KVCache:
     def span(self, new: int) -> int:
         """Slots that attention reads when `new` tokens follow: a multiple of ALIGN, since masks of other widths send a
         GPU's attention down a path many times slower."""
-        return min(self.capacity, -(-(self.high + new) // ALIGN) * ALIGN)
+        return min(self.capacity, self.bucket or -(-(self.high + new) // ALIGN) * ALIGN)
 
     def write(self, layer: int, k_BKTD: Tensor, v_BKTD: Tensor, offset: int = 0) -> tuple[Tensor, Tensor]:
         """Store keys and values behind the committed ones, `offset` slots further on when uncommitted ones are already
@@ -86,8 +88,10 @@ class KVCache:
         behind = slot - self.lengths.unsqueeze(1)
         return torch.where(behind < 0, slot, new_BT.gather(1, behind.clamp(0, T - 1)))
 
-    def keep(self, counts_B: Tensor, counts: list[int], path_BD: Tensor | None = None) -> None:
-        """Commit some of the tokens just written: the first `counts` of each row, or of the indices in `path`."""
+    def keep(self, counts_B: Tensor, counts: list[int] | None, path_BD: Tensor | None = None) -> None:
+        """Commit some of the tokens just written: the first `counts` of each row, or of the indices in `path`.
+
+        Without `counts` the host is told later, by `note`."""
         if path_BD is not None:
             source = (self.lengths.unsqueeze(1) + path_BD).clamp(max=self.capacity - 1)
             into = self.lengths.unsqueeze(1) + torch.arange(path_BD.shape[1], device=source.device)
@@ -95,4 +99,9 @@ class KVCache:
             for tensor in (self.keys, self.values):
                 tensor[:, rows, :, into] = tensor[:, rows, :, source]
         self.lengths += counts_B
+        if counts is not None:
+            self.note(counts)
+
+    def note(self, counts: list[int]) -> None:
+        """Tell the host how many tokens each row committed."""
         self.host = [length + count for length, count in zip(self.host, counts, strict=True)]

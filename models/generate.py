@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from models.capture import Steps
 from models.sampling import draw, law, uniforms
 from models.target import Target
 
@@ -18,7 +19,6 @@ class _Slots:
     def __init__(self, target: Target, rows: int, capacity: int, seed: int, sampled: bool) -> None:
         self.target, self.seed, self.sampled, device = target, seed, sampled, target.device
         self.cache = target.new_cache(rows, capacity)
-        self.cache.scatter = device.type == "cuda"
         self.history = torch.zeros(rows, capacity + 1, dtype=torch.int64, device=device)
         self.prompt_index = torch.zeros(rows, dtype=torch.int64, device=device)
         self.temperature = torch.ones(rows, device=device)
@@ -26,7 +26,7 @@ class _Slots:
         self.owner: list[int | None] = [None] * rows
         self.seen = [0] * rows  # generated tokens of each row already looked at on the host
         self.started = [0] * rows  # prompt length
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._captured = Steps(device)
 
     def admit(self, rows: list[int], indices: list[int], prompts: list[list[int]], temperatures: list[float]) -> None:
         """Prefill prompts and put them into free rows, their first new token chosen."""
@@ -67,34 +67,15 @@ class _Slots:
 
     def steps(self, count: int) -> None:
         cache = self.cache
-        if self.target.device.type == "cuda":
-            bucket = min(cache.capacity, (max(cache.host) + count + BUCKET) // BUCKET * BUCKET)
-            graph = self._graphs.get(bucket) or self._capture(bucket)
+        if self._captured.captures:
+            cache.bucket = min(cache.capacity, (cache.high + count + BUCKET) // BUCKET * BUCKET)
             for _ in range(count):
-                graph.replay()
-            cache.host = [n + count for n in cache.host]
+                self._captured.run(cache.bucket, self._step)
+            cache.note([count] * cache.rows)
             return
         for _ in range(count):
             self._step()
-            cache.host = [n + 1 for n in cache.host]
-
-    def _capture(self, bucket: int) -> "torch.cuda.CUDAGraph":
-        """Record one step that reads `bucket` slots; lengths, tokens and noise live on the device."""
-        cache, host, lengths, history = self.cache, self.cache.host, self.cache.lengths.clone(), self.history.clone()
-        cache.host = [bucket - 1] * cache.rows
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step()
-        cache.host = host
-        cache.lengths.copy_(lengths)
-        self.history.copy_(history)
-        self._graphs[bucket] = graph
-        return graph
+            cache.note([1] * cache.rows)
 
     def retire(self, row: int) -> None:
         self.owner[row] = None

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from data_prep.prompts import Prompt
-from eval.decode import Decoded, RowResult, Settings
+from eval.decode import Decoded, RowResult
+from eval.engine import Settings
 from models.eagle3 import Eagle3
 from recipes.schema import EvalConfig, Recipe
 

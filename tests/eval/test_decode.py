@@ -3,14 +3,14 @@
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from eval.decode import DECODERS, Decoded, RowResult, Settings, _Decoding, decode
+from eval.decode import DECODERS, Decoded, RowResult, decode
+from eval.engine import Engines, Settings, remember
 from eval.matrix import SuccessorMatrix
 from eval.tree import DRAFTER, RETRIEVAL, DraftTree
 from models.eagle3 import Eagle3
@@ -104,6 +104,22 @@ def test_drafts_are_accepted_and_retrieval_brings_some(
     assert sum(row.sources["retrieval"] for row in graft.rows) > 0
     drafting = run(target, tiny_drafter(target, noise=0.0), [prompts[0] * 3], replace(SETTINGS[2], max_new_tokens=60))
     assert sum(row.sources["drafter"] for row in drafting.rows) > 0
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=name)
+def test_fixed_shapes_change_nothing(
+    target: Target, drafter: Eagle3, prompts: list[list[int]], settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU runs, on this device: buckets for spans, whole paths committed, trees of one size; engines kept."""
+    stop = run(target, drafter, prompts, replace(settings, decoder="ar")).rows[0].tokens[17]
+    monkeypatch.setattr(target, "eos_ids", frozenset({stop}))
+    engines = Engines(fixed=True)
+    matrices = [SuccessorMatrix(target.vocab_size) for _ in range(2)]
+    for batch in (prompts, prompts[::-1], [prompts[1] * 20], prompts):  # the third needs larger caches
+        free = decode(target, drafter, batch, settings, matrices[0])
+        fixed = decode(target, drafter, batch, settings, matrices[1], engines=engines)
+        assert fixed.rows == free.rows
+        assert torch.equal(matrices[0].rows, matrices[1].rows)
 
 
 @pytest.mark.parametrize("settings", SETTINGS[:5], ids=name)
@@ -209,14 +225,13 @@ def test_of_nodes_with_one_token_the_accepted_path_teaches_the_matrix_then_the_h
     logits = torch.randn(1, 6, 20, generator=torch.Generator().manual_seed(0))
     best = logits.topk(8, -1).indices[0]
     for path, node_of_3 in (([0, 1], 1), ([0, 0], 5)):
-        state = SimpleNamespace(matrix=SuccessorMatrix(20), rows=[RowResult()])
-        tree = DraftTree(tokens, parents, scores, source, valid, 2)
-        _Decoding._remember(cast(_Decoding, state), tree, torch.tensor([path]), logits)
-        assert torch.equal(state.matrix.rows[3], best[node_of_3])
-        assert torch.equal(state.matrix.rows[5], best[4]) and torch.equal(state.matrix.rows[9], best[0])
-        state = SimpleNamespace(matrix=SuccessorMatrix(20), rows=[RowResult(done=True)])
-        _Decoding._remember(cast(_Decoding, state), tree, torch.tensor([path]), logits)
-        assert state.matrix.filled == 0, "a finished row teaches nothing"
+        matrix, tree = SuccessorMatrix(20), DraftTree(tokens, parents, scores, source, valid, 2)
+        remember(matrix, tree, torch.tensor([path]), logits, torch.tensor([True]))
+        assert torch.equal(matrix.rows[3], best[node_of_3])
+        assert torch.equal(matrix.rows[5], best[4]) and torch.equal(matrix.rows[9], best[0])
+        matrix = SuccessorMatrix(20)
+        remember(matrix, tree, torch.tensor([path]), logits, torch.tensor([False]))
+        assert matrix.filled == 0, "a finished row teaches nothing"
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=name)

@@ -41,7 +41,7 @@ class Scene:
 
     def tree(self, depth: int, branch: int, nodes: int, rows: list[int] | None = None) -> DraftTree:
         rows = list(range(3)) if rows is None else rows
-        found = self.drafting(rows).candidates(depth, branch)
+        found = self.drafting(rows).draft(depth, branch).candidates()
         return rerank(found, self.roots[rows], torch.full((len(rows),), nodes), nodes)
 
     def log_law(self, row: int, path: Path) -> Tensor:
@@ -99,8 +99,8 @@ def test_rows_of_a_batch_equal_single_rows(scene: Scene) -> None:
 
 def test_drafting_leaves_the_committed_slots_as_they_were(scene: Scene) -> None:
     drafting = scene.drafting([0, 1, 2])
-    first = drafting.candidates(5, 4)
-    again = drafting.candidates(5, 4)
+    first = drafting.draft(5, 4).candidates()
+    again = drafting.draft(5, 4).candidates()
     assert drafting.cache.host == list(LENGTHS)
     assert torch.equal(first.tokens, again.tokens) and torch.equal(first.scores, again.scores)
 
@@ -117,7 +117,7 @@ def test_committed_slots_may_come_in_parts(scene: Scene) -> None:
     whole = EagleDrafting(scene.drafter, scene.target, 2, 256)
     whole.extend(taps[:, :5], ids[:, 1:6], torch.tensor([5, 3]), [5, 3])
     torch.testing.assert_close(drafting.state_B1H, whole.state_B1H, atol=1e-5, rtol=1e-5)
-    assert torch.equal(drafting.candidates(3, 3).tokens, whole.candidates(3, 3).tokens)
+    assert torch.equal(drafting.draft(3, 3).candidates().tokens, whole.draft(3, 3).candidates().tokens)
 
 
 def random_candidates(draw: random.Random, ties: bool) -> Candidates:
@@ -192,15 +192,15 @@ def test_a_gate_really_stops_drafting(
     """The failing layer is kept (late break): `layers` drafted, by layers - 1 forwards beside the committed slots'."""
     drafting = scene.drafting([0, 1, 2])
     counted.clear()
-    found = drafting.candidates(8, 10, gates)
+    found = drafting.draft(8, 10, gates).candidates()
     assert found.stage.tolist() == [stage] * 3 and found.depth == layers
     assert len(counted) == layers - 1
     assert found.tokens.shape[1] == 10 + (layers - 1) * 100
 
 
 def test_gates_at_0_draft_eagles_tree_exactly(scene: Scene) -> None:
-    plain = scene.drafting([0, 1, 2]).candidates(8, 10)
-    gated = scene.drafting([0, 1, 2]).candidates(8, 10, (0.0, 0.0, 0.0))
+    plain = scene.drafting([0, 1, 2]).draft(8, 10).candidates()
+    gated = scene.drafting([0, 1, 2]).draft(8, 10, (0.0, 0.0, 0.0)).candidates()
     for one, other in (
         (plain.tokens, gated.tokens),
         (plain.parents, gated.parents),
@@ -212,16 +212,16 @@ def test_gates_at_0_draft_eagles_tree_exactly(scene: Scene) -> None:
 
 def test_each_row_stops_at_its_own_gate(scene: Scene) -> None:
     """Gates between the rows' confidences: a stopped row drafts what it would alone, whatever the others do."""
-    free = scene.drafting([0, 1, 2]).candidates(8, 10)
+    free = scene.drafting([0, 1, 2]).draft(8, 10).candidates()
     confidence = [free.scores[row, :10].max().exp().item() for row in range(3)]
     low, middle, _ = sorted(confidence)
     gates = ((low + middle) / 2, 0.0, 1.0)
-    found = scene.drafting([0, 1, 2]).candidates(8, 10, gates)
+    found = scene.drafting([0, 1, 2]).draft(8, 10, gates).candidates()
     assert found.stage.tolist() == [0 if c == low else 2 for c in confidence]
     budgets = torch.tensor(draft_budgets(60))[found.stage]
     tree = rerank(found, scene.roots, budgets, 60)
     for row in range(3):
-        alone = scene.drafting([row]).candidates(8, 10, gates)
+        alone = scene.drafting([row]).draft(8, 10, gates).candidates()
         single = rerank(alone, scene.roots[[row]], budgets[[row]], 60)
         assert int(alone.stage) == int(found.stage[row])
         assert scored(single, 0).keys() == scored(tree, row).keys() == path_set(tree, row)
@@ -233,9 +233,9 @@ def test_each_row_stops_at_its_own_gate(scene: Scene) -> None:
 def test_a_confidence_that_equals_the_gate_stops(tiny_target: Callable[..., Any]) -> None:
     """A drafter of one word is sure of it: c = 1 exactly, and drafting goes on only where c is above the gate."""
     scene = Scene(tiny_target("llama"), 5, [9])
-    assert scene.drafting([0]).candidates(4, 10, (1.0, 0.5, 0.5)).stage.tolist() == [0]
-    assert scene.drafting([0]).candidates(4, 10, (0.999, 1.0, 0.5)).stage.tolist() == [1]
-    assert scene.drafting([0]).candidates(4, 10, (0.999, 0.999, 0.5)).stage.tolist() == [UNGATED]
+    assert scene.drafting([0]).draft(4, 10, (1.0, 0.5, 0.5)).candidates().stage.tolist() == [0]
+    assert scene.drafting([0]).draft(4, 10, (0.999, 1.0, 0.5)).candidates().stage.tolist() == [1]
+    assert scene.drafting([0]).draft(4, 10, (0.999, 0.999, 0.5)).candidates().stage.tolist() == [UNGATED]
 
 
 def test_more_branches_than_the_vocabulary(tiny_target: Callable[..., Any]) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from data_prep.prompts import Prompt
 from eval import harness
-from eval.decode import RowResult, Settings
+from eval.decode import RowResult
+from eval.engine import Settings
 from eval.plan import check_settings, plan
 from models.target import Target
 from recipes.schema import Recipe, UserError

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from eval.decode import Settings, decode
+from eval.decode import decode
+from eval.engine import Settings
 from eval.matrix import WIDTH, SuccessorMatrix
 from models.eagle3 import Eagle3
 from models.target import Target

@@ -18,7 +18,7 @@ VOCAB = 12
 def test_published_histograms(size: int) -> None:
     shape = template(size)
     assert len(shape.paths) == size == sum(HISTOGRAMS[size])
-    assert tuple(shape.depths.count(d) for d in range(1, 10)) == HISTOGRAMS[size]
+    assert tuple(len(level.ranks) for level in shape.levels) == HISTOGRAMS[size]
 
 
 def test_the_worked_example() -> None:
@@ -41,10 +41,14 @@ def test_published_templates_are_nested() -> None:
 def test_templates_are_trees(size: int) -> None:
     shape = template(size)
     assert len(set(shape.paths)) == size
+    parents = [int(i) for level in shape.levels for i in level.parents]
+    ranks = [int(i) for level in shape.levels for i in level.ranks]
+    sizes = [len(level.ranks) for level in shape.levels]
+    assert sizes == [sum(len(path) == depth for path in shape.paths) for depth in range(1, len(sizes) + 1)]
     for i, path in enumerate(shape.paths):
-        assert shape.depths[i] == len(path) <= 9 and shape.ranks[i] == path[-1] < WIDTH
-        assert shape.parents[i] < i
-        assert shape.paths[shape.parents[i]] == path[:-1] if len(path) > 1 else shape.parents[i] == -1
+        assert len(path) <= 9 and ranks[i] == path[-1] < WIDTH
+        assert parents[i] <= i
+        assert shape.paths[parents[i] - 1] == path[:-1] if len(path) > 1 else parents[i] == 0
 
 
 @pytest.mark.parametrize("nodes", range(1, 61))

@@ -23,7 +23,7 @@ def write(cache: KVCache, count: int, offset: int = 0) -> tuple[Tensor, Tensor]:
 
 def test_slice_and_index_writes_store_the_same() -> None:
     by_slice, by_index = make(2), make(2)
-    by_index.scatter = True
+    by_index.bucket = 16
     for cache in (by_slice, by_index):
         torch.manual_seed(0)
         cache.set_lengths([3, 3])

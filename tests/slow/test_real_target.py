@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from eval.decode import Settings, decode
+from eval.decode import decode
+from eval.engine import Settings
 from eval.matrix import SuccessorMatrix
 from models.eagle3 import Eagle3, Eagle3Config
 from models.generate import generate

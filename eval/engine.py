@@ -1,0 +1,379 @@
+"""The device side of decoding: one batch's caches and the phases of its rounds, without a decision on the host.
+
+On a GPU all shapes are fixed, each phase is captured and replayed, and a round looks at the device once, besides once a
+gate. On a CPU the same functions run as they stand, on no more rows than the round needs.
+B rows, N nodes, D path positions, T prompt positions, C tap width, V vocabulary.
+"""
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eval.drafting import GATE_DEPTHS, UNGATED, EagleDrafting, Frontier, draft_budgets, rerank
+from eval.matrix import MAX_DEPTH, WIDTH, SuccessorMatrix, Template, graft, retrieve, template
+from eval.tree import DraftTree, compact, root_only
+from eval.verify import walk
+from models.cache import KVCache
+from models.capture import Steps
+from models.eagle3 import Eagle3
+from models.sampling import draw, law, uniforms
+from models.target import Target
+
+PREFILL_LOGITS = 512  # positions whose logits are formed at once
+ROUNDING = 256  # of capacities
+PHASES = ("prefill", "draft", "retrieve", "verify", "accept", "cache")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to decode; for `chain`, depth is the draft length and nodes and branch do not count."""
+
+    decoder: str = "ar"
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    depth: int = 8
+    branch: int = 10
+    nodes: int = 60
+    gates: tuple[float, ...] = (0.15, 0.14, 0.50)
+
+    @property
+    def most(self) -> int:
+        """Drafts of one round, at most."""
+        return {"ar": 0, "chain": self.depth}.get(self.decoder, self.nodes)
+
+    @property
+    def room(self) -> int:
+        """Cache slots that a round may write past the committed ones, of target and drafter."""
+        return max(self.nodes, self.depth * self.branch) + self.depth + 16
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the host must know of a row's round: its tokens (accepted drafts, then the bonus), how many drafts were
+    accepted, the verified nodes, the gate stage, the merged nodes, the drafted depth, and who drafted each token."""
+
+    said: list[int]
+    accepted: int
+    nodes: int
+    stage: int
+    merged: int
+    drafted: int
+    sources: list[int]
+
+
+def _facts(row: list[int], width: int) -> Facts:
+    """Read off what `Engine._accept` packed: five numbers, what was said and who drafted each node, `width` of each."""
+    accepted, nodes, stage, merged, drafted = row[:5]
+    sources = row[6 + width : 6 + width + accepted]  # the first one is the root's
+    return Facts(row[5 : 6 + accepted], accepted, nodes, stage, merged, drafted, sources)
+
+
+class Clock:
+    """Seconds by phase: read off events on a GPU, so that nothing waits for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = [("", self._now())]
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def lap(self, phase: str) -> None:
+        self._marks.append((phase, self._now()))
+
+    def settle(self) -> dict[str, float]:
+        if self._cuda:
+            torch.cuda.synchronize()
+        for (_, before), (phase, after) in zip(self._marks, self._marks[1:], strict=False):
+            self.seconds[phase] += before.elapsed_time(after) / 1000 if self._cuda else after - before
+        self._marks = self._marks[-1:]
+        return self.seconds
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The target's word on a tree: its taps [B, N, C], logits [B, N, V], and its arg-max [B, N] at T = 0; and each
+    node's depth [B, N], where it is not a line."""
+
+    taps: Tensor
+    logits: Tensor
+    greedy: Tensor | None
+    depths: Tensor | None
+
+
+class Engine:
+    """One decoder on as many rows as its caches have; they may be shared with engines that never run at once."""
+
+    def __init__(
+        self,
+        target: Target,
+        settings: Settings,
+        cache: KVCache,
+        drafting: EagleDrafting | None,
+        fixed: bool | None = None,
+    ) -> None:
+        assert (drafting is None) == (settings.decoder == "ar")
+        self.target, self.settings, self.cache, self.drafting = target, settings, cache, drafting
+        device, rows = target.device, cache.rows
+        self.fixed = device.type == "cuda" if fixed is None else fixed  # shapes are
+        self.steps = Steps(device, captures=self.fixed)
+        self.roots = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.row_ids = torch.zeros_like(self.roots)
+        self.alive = torch.ones(rows, dtype=torch.bool, device=device)
+        self.index = torch.arange(rows, device=device)
+        self.matrix = SuccessorMatrix(target.vocab_size, device) if settings.decoder == "graft" else None
+        self.shape, self.wanted = _templates(settings, device) if self.matrix is not None else (None, None)
+        gates = zip(settings.gates, GATE_DEPTHS, strict=False)
+        self.gates = tuple(g for g, d in gates if d <= settings.depth) if self.matrix is not None else ()
+        self.branch = 1 if settings.decoder == "chain" else settings.branch
+        self.depth = self._deepest()
+        self.tree = self._empty_tree()
+        self.stage, self.merged = torch.zeros_like(self.roots), torch.zeros_like(self.roots)
+        self.budgets = torch.tensor(draft_budgets(settings.most), device=device)
+        self._waiting: tuple[Verified, Tensor, Tensor, list[int]] | None = None
+
+    def _deepest(self) -> int:
+        """The deepest that a node can be."""
+        s = self.settings
+        return 0 if self.drafting is None else max(s.depth, min(MAX_DEPTH, s.nodes)) if self.matrix else s.depth
+
+    def _empty_tree(self) -> DraftTree:
+        zeros = torch.zeros(self.cache.rows, 1 + self.settings.most, dtype=torch.int64, device=self.target.device)
+        return DraftTree(zeros, zeros.clone(), zeros.float(), zeros.clone(), zeros.bool(), self.depth)
+
+    def choose(self, logits_BV: Tensor, positions_B: Tensor) -> Tensor:
+        """The target's own next token: the arg-max, or a draw with the noise of (seed, row, position)."""
+        s = self.settings
+        if s.temperature == 0:
+            return logits_BV.argmax(-1)
+        noise = uniforms(s.seed, self.row_ids, positions_B)
+        return draw(law(logits_BV.double(), s.temperature, s.top_k, s.top_p), noise)
+
+    @torch.no_grad()
+    def prefill(self, prompts: list[list[int]], row_ids: list[int], matrix: SuccessorMatrix | None) -> list[int]:
+        """Read the prompts, one a row; returns each row's first token. `matrix` is copied in, and out by `save`."""
+        target, device = self.target, self.target.device
+        lengths, T = [len(p) for p in prompts], max(map(len, prompts))
+        ids = torch.zeros(len(prompts), T, dtype=torch.int64)
+        for i, prompt in enumerate(prompts):
+            ids[i, : len(prompt)] = torch.tensor(prompt)
+        ids = ids.to(device)
+        self._waiting = None
+        self.alive.fill_(True)
+        self.row_ids.copy_(torch.tensor(row_ids))
+        for cache in self._caches():
+            cache.bucket = 0
+            cache.set_lengths([0] * cache.rows)
+        states = target.prefill(ids, lengths, self.cache)
+        ends = torch.tensor(lengths, device=device)
+        self.roots.copy_(self.choose(target.logits(states.final_BTH[self.index, ends - 1]), ends))
+        if self.drafting is not None:
+            following = torch.cat([ids[:, 1:], ids[:, :1]], 1)
+            following[self.index, ends - 1] = self.roots
+            self.drafting.extend(states.taps_BTC, following, ends, lengths)
+        if self.matrix is not None:
+            self.matrix.assign(matrix)
+            real = torch.arange(T, device=device) < ends.unsqueeze(1)
+            for start in range(0, T, PREFILL_LOGITS):
+                part = slice(start, start + PREFILL_LOGITS)
+                best = target.logits(states.final_BTH[:, part]).topk(WIDTH, -1).indices
+                self.matrix.update(ids[:, part][real[:, part]], best[real[:, part]])
+        first: list[int] = self.roots.tolist()
+        return first
+
+    def finish(self, done: list[bool]) -> None:
+        """Rows that are done commit nothing more and teach the matrix nothing."""
+        self.alive.copy_(~torch.tensor(done))
+
+    def save(self, matrix: SuccessorMatrix | None) -> None:
+        if matrix is not None and self.matrix is not None:
+            matrix.assign(self.matrix)
+
+    def _caches(self) -> list[KVCache]:
+        return [self.cache] + ([self.drafting.cache] if self.drafting is not None else [])
+
+    @torch.no_grad()
+    def round(self, clock: Clock, done: list[bool]) -> list[Facts]:
+        """Propose, verify, accept and commit; `done` rows ride along."""
+        self._commit_waiting(clock)
+        if self.fixed:
+            for cache in self._caches():
+                cache.bucket = rounded(cache.high + self.settings.room)
+            self.steps.scope = self.cache.bucket
+        tree = self._propose(clock)
+        verified = self.steps.run("verify", lambda: self._verify(tree))
+        clock.lap("verify")
+        path, said, facts = self.steps.run("accept", lambda: self._accept(tree, verified))
+        clock.lap("accept")
+        if self.fixed:
+            counts_B = self.steps.run("count", lambda: (facts[:, 0] + 1) * self.alive)
+            self.steps.run("commit", lambda: self._commit(verified, path, said, counts_B, None))
+            clock.lap("cache")
+            if self.drafting is not None:
+                self.steps.run("extend", lambda: self._extend(verified, path, said, counts_B, None))
+                clock.lap("draft")
+        read = facts.tolist()
+        counts = [0 if over else row[0] + 1 for row, over in zip(read, done, strict=True)]
+        if self.fixed:
+            for cache in self._caches():
+                cache.note(counts)
+        else:
+            self._waiting = verified, path, said, counts
+        return [_facts(row, said.shape[1]) for row in read]
+
+    def _commit_waiting(self, clock: Clock) -> None:
+        """Commit the round before this one, as wide as its longest path: a last round is never committed."""
+        if self._waiting is None:
+            return
+        v, path, said, counts = self._waiting
+        self._waiting, width, counts_B = None, max(counts), torch.tensor(counts, device=self.roots.device)
+        self._commit(v, path[:, :width], said[:, :width], counts_B, counts)
+        clock.lap("cache")
+        if self.drafting is not None:
+            self._extend(v, path[:, :width], said[:, :width], counts_B, counts)
+            clock.lap("draft")
+
+    def _propose(self, clock: Clock) -> DraftTree:
+        """This round's tree; for Graft also each row's gate stage and merged count, in `stage` and `merged`."""
+        if self.drafting is None:
+            return root_only(self.roots)
+        f = self.drafting.draft(self.settings.depth, self.branch, self.gates, self.steps)
+        tree = self.steps.run(("rerank", f.level), lambda: self._rerank(f))
+        clock.lap("draft")
+        if self.matrix is not None:
+            tree = self.steps.run(("graft", f.level), lambda: self._graft(tree, f.stage))
+            clock.lap("retrieve")
+        return tree
+
+    def _rerank(self, f: Frontier) -> DraftTree:
+        return rerank(f.candidates(), self.roots, self.budgets[f.stage], self.settings.most)
+
+    def _graft(self, tree: DraftTree, stage_B: Tensor) -> DraftTree:
+        """Fill the places that the gates freed from the matrix; the result lies where every round's tree does."""
+        assert self.matrix is not None
+        merged = torch.zeros_like(self.merged)
+        if self.shape is not None and self.wanted is not None and (self.fixed or bool((stage_B != UNGATED).any())):
+            retrieved = retrieve(self.matrix, self.roots, self.shape)
+            tree, merged = graft(tree, retrieved, self.wanted[stage_B], self.shape)
+        self.stage.copy_(stage_B)
+        self.merged.copy_(merged)
+        if not self.fixed:
+            return compact(tree)
+        tree = compact(tree, min(tree.size, 1 + self.settings.most))
+        self.tree.valid.zero_()
+        for name in ("tokens", "parents", "scores", "source", "valid"):
+            getattr(self.tree, name)[:, : tree.size] = getattr(tree, name)
+        return self.tree
+
+    def _verify(self, tree: DraftTree) -> Verified:
+        target, line = self.target, tree.size == 1 or self.settings.decoder == "chain"
+        ancestors = None if line else tree.ancestors()
+        depths = None if ancestors is None else ancestors.sum(2) - 1
+        states = target.forward(tree.tokens, self.cache, depths, ancestors)
+        logits = target.logits(states.final_BTH)
+        return Verified(states.taps_BTC, logits, logits.argmax(-1) if self.settings.temperature == 0 else None, depths)
+
+    def _accept(self, tree: DraftTree, v: Verified) -> tuple[Tensor, Tensor, Tensor]:
+        """The accepted path [B, D] of nodes, what it says [B, D] (drafts, then the bonus), and `Facts` as numbers."""
+        start = self.cache.lengths + 1  # the position of the first token that this round chooses
+
+        def choose(node_B: Tensor, depth: int) -> Tensor:
+            greedy = v.greedy
+            return (
+                greedy[self.index, node_B]
+                if greedy is not None
+                else self.choose(v.logits[self.index, node_B], start + depth)
+            )
+
+        path, accepted, bonus = walk(tree, choose)
+        if self.matrix is not None:
+            remember(self.matrix, tree, path, v.logits, self.alive)
+        said = tree.tokens.gather(1, path)  # root, then accepted drafts
+        said = torch.cat([said[:, 1:], bonus.unsqueeze(1)], 1).scatter(1, accepted.unsqueeze(1), bonus.unsqueeze(1))
+        drafted = torch.full_like(bonus, tree.depth) if v.depths is None else (v.depths * tree.valid).amax(1)
+        numbers = torch.stack([accepted, tree.valid.sum(1) - 1, self.stage, self.merged, drafted], 1)
+        return path, said, torch.cat([numbers, said, tree.source.gather(1, path)], 1)
+
+    def _commit(self, v: Verified, path: Tensor, said: Tensor, counts_B: Tensor, counts: list[int] | None) -> None:
+        """Keep the accepted path in the target's cache; the last token said is the next root."""
+        last = said.gather(1, (counts_B - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+        self.roots.copy_(torch.where(counts_B > 0, last, self.roots))
+        line = self.settings.decoder in ("ar", "chain")
+        self.cache.keep(counts_B, counts, None if line else path)
+
+    def _extend(self, v: Verified, path: Tensor, said: Tensor, counts_B: Tensor, counts: list[int] | None) -> None:
+        """Give the drafter the target's taps of the accepted path."""
+        assert self.drafting is not None
+        taps = v.taps.gather(1, path.unsqueeze(2).expand(-1, -1, v.taps.shape[2]))
+        self.drafting.extend(taps, said, counts_B, counts)
+
+
+def rounded(slots: int) -> int:
+    """Up to a multiple of 256, or of an eighth of a long context: few shapes to capture, little to read in vain."""
+    unit = max(ROUNDING, 1 << max(0, slots.bit_length() - 4))
+    return -(-slots // unit) * unit
+
+
+class Engines:
+    """Engines kept from call to call, since capturing a round takes longer than decoding a short answer. Those of one
+    target and number of rows share their caches."""
+
+    def __init__(self, fixed: bool | None = None) -> None:
+        """`fixed`: whether shapes are; they are on a GPU."""
+        self._fixed = fixed
+        self._engines: dict[tuple[Target, Eagle3 | None, int, Settings], Engine] = {}
+        self._caches: dict[tuple[Target, int], KVCache] = {}
+        self._drafting: dict[tuple[Target, Eagle3, int], EagleDrafting] = {}
+
+    def get(self, target: Target, drafter: Eagle3 | None, settings: Settings, rows: int, longest: int) -> Engine:
+        """An engine for `rows` prompts of at most `longest` tokens."""
+        need = longest + settings.max_new_tokens + settings.room + 1
+        cache = self._caches.get((target, rows))
+        if cache is None or cache.capacity < need:
+            self._caches[target, rows] = cache = target.new_cache(rows, rounded(need))
+            self._engines = {k: v for k, v in self._engines.items() if (k[0], k[2]) != (target, rows)}
+            self._drafting = {k: v for k, v in self._drafting.items() if (k[0], k[2]) != (target, rows)}
+        settings = replace(settings, max_new_tokens=0)  # which a round does not ask for
+        if settings.decoder == "ar":
+            drafter = None
+        key = (target, drafter, rows, settings)
+        if key not in self._engines:
+            drafting = None
+            if drafter is not None:
+                new = (target, drafter, rows)
+                drafting = self._drafting.get(new) or EagleDrafting(drafter, target, rows, cache.capacity)
+                self._drafting[new] = drafting
+            self._engines[key] = Engine(target, settings, cache, drafting, self._fixed)
+        return self._engines[key]
+
+
+def remember(matrix: SuccessorMatrix, tree: DraftTree, path: Tensor, logits: Tensor, alive_B: Tensor) -> None:
+    """Every verified node of an unfinished row teaches the matrix; for one token the accepted path wins, then the
+    higher score."""
+    on_path = torch.zeros_like(tree.valid).scatter(1, path, True)
+    priority = tree.scores.clamp(-1e5, 0.0) + on_path * 1e6  # retrieved nodes score -1e9, accepted ones too
+    teaches = tree.valid & alive_B.unsqueeze(1)
+    order = priority.flatten().sort(stable=True).indices
+    best = logits.topk(WIDTH, -1).indices.flatten(0, 1)
+    matrix.update(tree.tokens.flatten()[order], best[order], teaches.flatten()[order])
+
+
+def _templates(settings: Settings, device: torch.device) -> tuple[Template | None, Tensor | None]:
+    """The widest stage's template, and which of its nodes each stage wants [stages, R]: the templates are nested."""
+    shapes = [template(settings.nodes - kept, settings.nodes == 60, device) for kept in draft_budgets(settings.nodes)]
+    widest = shapes[0]
+    if not widest.paths:
+        return None, None
+    wanted = [[path in set(shape.paths) for path in widest.paths] for shape in shapes]
+    return widest, torch.tensor(wanted, device=device)

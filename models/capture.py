@@ -1,0 +1,39 @@
+"""Steps that are captured on a GPU: launching a thousand small kernels one by one takes longer than running them."""
+
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Steps:
+    """Runs functions that read and write tensors whose place does not change from call to call.
+
+    On a GPU the first call of a key runs as it stands and so warms up, the second is recorded, and from then on it is
+    replayed; what it returned keeps its place. A function that reads another's results must run as often as that one
+    under each of its keys, or read them from a place of its own. On a CPU every call runs as it stands.
+    """
+
+    def __init__(self, device: torch.device, captures: bool = True) -> None:
+        self.captures = captures and device.type == "cuda"
+        self.scope: Hashable = None  # part of every key: what the steps' shapes depend on
+        self._seen: set[Hashable] = set()
+        self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
+        self._pool: Any = None  # memory that the recorded steps share: they never run at once
+
+    def run(self, key: Hashable, step: Callable[[], T]) -> T:
+        key = (self.scope, key)
+        if not self.captures or key not in self._seen:
+            self._seen.add(key)
+            return step()
+        if key not in self._graphs:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                recorded = step()
+            self._pool = self._pool or graph.pool()
+            self._graphs[key] = (graph, recorded)
+        graph, recorded = self._graphs[key]
+        graph.replay()
+        return recorded
