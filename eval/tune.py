@@ -34,9 +34,10 @@ from recipes.files import write_json
 from recipes.schema import DECODERS, Recipe, UserError
 
 FILE = "tuned.json"
-WARM_PROMPTS = 5
+WARM_PROMPTS = 3
+FIRST_TOKENS = 4  # of the first run of each candidate, which compiles, allocates and faults pages in
 # (batches of prompts, tokens each, batches even when the budget is spent): everybody, the best few, the run-off
-ROUNDS = ((3, 24, 2), (4, 32, 0), (6, 40, 3))
+ROUNDS = ((3, 16, 2), (4, 32, 0), (6, 40, 3))
 FEW, FINALISTS = 6, 3
 BUDGET_SECONDS = 60.0
 SCREENING = 0.6  # share of the budget for the first round
@@ -152,8 +153,8 @@ def tune(
     prompts_used = min(len(batches), sum(count for count, *_ in ROUNDS))
     print(f"tuning: {len(trials)} settings on {prompts_used} validation prompts or batches, about {budget:.0f} s")
     run = _runner(target, drafter, decode)
-    for trial in trials:  # first calls compile, allocate and fault pages in
-        run(replace_tokens(trial, 8), *batches[0])
+    for trial in trials:
+        run(replace_tokens(trial, FIRST_TOKENS), *batches[0])
     finalists = race(trials, batches, run, lambda: (time.perf_counter() - start) / max(budget, 1e-9))
     best = max(finalists, key=lambda trial: trial.speed)
     tuned = {
@@ -212,7 +213,7 @@ def measured_grid(
     trials = _trials(settings or candidates(recipe, target.device.type), base)
     run = _runner(target, drafter, decode)
     for trial in trials:
-        run(replace_tokens(trial, 8), *batches[0])
+        run(replace_tokens(trial, FIRST_TOKENS), *batches[0])
     for number, batch in enumerate(batches):
         for trial in rotated(trials, number):
             short = replace_tokens(trial, tokens)
@@ -276,7 +277,7 @@ def warm_matrix(
     if warm:
         e = recipe.eval
         settings = settings_of(
-            "graft", e, nodes=min(6, e.nodes), depth=min(2, e.depth), max_new_tokens=min(48, e.max_new_tokens)
+            "graft", e, nodes=min(6, e.nodes), depth=min(2, e.depth), max_new_tokens=min(32, e.max_new_tokens)
         )
         decode(target, drafter, warm, settings, matrix=matrix, row_ids=list(range(len(warm))))
     return matrix
