@@ -13,6 +13,7 @@ from eval.tree import DRAFTER, DraftTree
 from models.cache import KVCache
 from models.capture import Steps
 from models.eagle3 import Eagle3
+from models.sampling import top
 from models.target import Target
 
 GATE_DEPTHS = (1, 2, 6)  # Graft checks the best path's probability after these draft depths (d0, d1, d5)
@@ -84,9 +85,8 @@ class EagleDrafting:
 
     def _top(self, states_BkH: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities and target tokens of each state's k best continuations [B, k', k]."""
-        logits = self.drafter.logits(states_BkH).float()
-        best = logits.topk(min(k, logits.shape[-1]), -1)
-        return best.values - logits.logsumexp(-1, keepdim=True), self.vocab.to_target(best.indices)
+        logp, index = top(self.drafter.logits(states_BkH), k)
+        return logp, self.vocab.to_target(index)
 
     @torch.no_grad()
     def open(self, branch: int) -> Frontier:

@@ -19,7 +19,7 @@ from eval.verify import walk
 from models.cache import KVCache
 from models.capture import Steps
 from models.eagle3 import Eagle3
-from models.sampling import draw, law, uniforms
+from models.sampling import draw, law, top, uniforms
 from models.target import Target
 
 PREFILL_LOGITS = 512  # positions whose logits are formed at once
@@ -187,7 +187,7 @@ class Engine:
             real = torch.arange(T, device=device) < ends.unsqueeze(1)
             for start in range(0, T, PREFILL_LOGITS):
                 part = slice(start, start + PREFILL_LOGITS)
-                best = target.logits(states.final_BTH[:, part]).topk(WIDTH, -1).indices
+                best = top(target.logits(states.final_BTH[:, part]), WIDTH)[1]
                 self.matrix.update(ids[:, part][real[:, part]], best[real[:, part]])
         first: list[int] = self.roots.tolist()
         return first
@@ -208,8 +208,8 @@ class Engine:
         """Propose, verify, accept and commit; `done` rows ride along."""
         self._commit_waiting(clock)
         if self.fixed:
-            for cache in self._caches():
-                cache.bucket = rounded(cache.high + self.settings.room)
+            for cache in self._caches():  # the fused kernels read what is there, whatever the bucket
+                cache.bucket = cache.capacity if self.target.fusable else rounded(cache.high + self.settings.room)
             self.steps.scope = self.cache.bucket
         tree = self._propose(clock)
         verified = self.steps.run("verify", lambda: self._verify(tree))
@@ -365,7 +365,7 @@ def remember(matrix: SuccessorMatrix, tree: DraftTree, path: Tensor, logits: Ten
     priority = tree.scores.clamp(-1e5, 0.0) + on_path * 1e6  # retrieved nodes score -1e9, accepted ones too
     teaches = tree.valid & alive_B.unsqueeze(1)
     order = priority.flatten().sort(stable=True).indices
-    best = logits.topk(WIDTH, -1).indices.flatten(0, 1)
+    best = top(logits, WIDTH)[1].flatten(0, 1)
     matrix.update(tree.tokens.flatten()[order], best[order], teaches.flatten()[order])
 
 

@@ -3,11 +3,30 @@
 B batch, T query positions, S key slots, N heads, K key-value heads, G = N / K, D head size.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def fusable(device: torch.device, head_dim: int) -> bool:
+    """Whether the decoding kernels of `models.fused` run there, for heads of this size."""
+    return device.type == "cuda" and head_dim in (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A layer's N query heads and K key-value heads of size D, with the gains of their norms where it has any."""
+
+    queries: int
+    keys: int
+    size: int
+    scale: float
+    eps: float = 0.0
+    q_gain: Tensor | None = None
+    k_gain: Tensor | None = None
 
 
 def rotate(x_BNTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import attend, causal_plus_diagonals, rotate
+from models.attention import Heads, attend, causal_plus_diagonals, fusable, rotate
 from models.cache import KVCache
 from models.linear import Linear
 from models.target import Target
@@ -168,8 +168,9 @@ class Eagle3(nn.Module):
         out: Tensor = self.fc(taps)
         return out
 
-    def _rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if positions.device not in self._tables:
+    def _rope(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every position [P, D]."""
+        if device not in self._tables:
             from transformers import LlamaConfig
             from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -178,8 +179,11 @@ class Eagle3(nn.Module):
             rotary = LlamaRotaryEmbedding(LlamaConfig(**{n: fields[n] for n in names}))
             everywhere = torch.arange(self.config.max_position_embeddings + 64).unsqueeze(0)
             cos, sin = rotary(torch.zeros(1), everywhere)
-            self._tables[positions.device] = (cos[0].to(positions.device), sin[0].to(positions.device))
-        cos, sin = self._tables[positions.device]
+            self._tables[device] = (cos[0].to(device), sin[0].to(device))
+        return self._tables[device]
+
+    def _rope_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rope(positions.device)
         return cos[positions].to(dtype), sin[positions].to(dtype)
 
     def unroll(self, taps_BTC: Tensor, next_embed: Callable[[int], Tensor], steps: int) -> Iterator[Tensor]:
@@ -205,7 +209,7 @@ class Eagle3(nn.Module):
             return out.transpose(1, 2).reshape(B, T, -1)
 
         for i in range(steps):
-            rope = self._rope((positions + i).expand(B, T), state.dtype)
+            rope = self._rope_at((positions + i).expand(B, T), state.dtype)
             state = self.midlayer(state, next_embed(i).to(state.dtype), rope, attention)
             yield state
 
@@ -229,6 +233,8 @@ class Eagle3(nn.Module):
         last.
         """
         B, T, _ = state_BTH.shape
+        if cache.bucket and fusable(state_BTH.device, self.config.head_dim):
+            return self._fused_step(state_BTH, embed_BTH, cache, depth, ancestors_BTU)
         if ancestors_BTU is None:
             ancestors_BTU = torch.ones(T, T, dtype=torch.bool, device=state_BTH.device).tril().expand(B, T, T)
             positions = cache.lengths.unsqueeze(1) + torch.arange(T, device=state_BTH.device)
@@ -241,6 +247,29 @@ class Eagle3(nn.Module):
             k, v = cache.write(0, k, v, offset)
             return attend(q, k, v, mask, q.shape[-1] ** -0.5)
 
-        rope = self._rope(positions.clamp(max=self.config.max_position_embeddings + 63), state_BTH.dtype)
+        rope = self._rope_at(positions.clamp(max=self.config.max_position_embeddings + 63), state_BTH.dtype)
         out: Tensor = self.midlayer(state_BTH, embed_BTH.to(state_BTH.dtype), rope, attention)
+        return out
+
+    def _fused_step(
+        self, state_BTH: Tensor, embed_BTH: Tensor, cache: KVCache, depth: int | None, ancestors_BTU: Tensor | None
+    ) -> Tensor:
+        """`step` by the kernels of a GPU: the same layer, with fewer launches."""
+        from models import fused
+
+        c, layer, attention, mlp = self.config, self.midlayer, self.midlayer.self_attn, self.midlayer.mlp
+        B, T, _ = state_BTH.shape
+        ahead = torch.arange(T, device=state_BTH.device) if ancestors_BTU is None else depth or 0
+        positions = (cache.lengths.unsqueeze(1) + ahead).expand(B, T).clamp(max=c.max_position_embeddings + 63)
+        state_BTH = state_BTH.contiguous()
+        _, embed = fused.add_norm(embed_BTH.to(state_BTH.dtype), None, layer.input_layernorm.weight, c.rms_norm_eps)
+        _, state = fused.add_norm(state_BTH, None, layer.hidden_norm.weight, c.rms_norm_eps)
+        x = torch.cat((embed, state), -1)
+        qkv = torch.cat((attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)), -1)
+        heads = Heads(c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.head_dim**-0.5)
+        seen = None if ancestors_BTU is None else ancestors_BTU.to(torch.uint8).contiguous()
+        mixed = fused.attention(qkv, self._rope(qkv.device), positions.contiguous(), cache, 0, heads, seen)
+        gain = layer.post_attention_layernorm.weight
+        h, normed = fused.add_norm(state_BTH, attention.o_proj(mixed), gain, c.rms_norm_eps)
+        out: Tensor = h + mlp(normed)
         return out

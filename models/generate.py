@@ -68,7 +68,9 @@ class _Slots:
     def steps(self, count: int) -> None:
         cache = self.cache
         if self._captured.captures:
-            cache.bucket = min(cache.capacity, (cache.high + count + BUCKET) // BUCKET * BUCKET)
+            # the fused kernels read what is there, whatever the bucket
+            reach = cache.capacity if self.target.fusable else (cache.high + count + BUCKET) // BUCKET * BUCKET
+            cache.bucket = min(cache.capacity, reach)
             for _ in range(count):
                 self._captured.run(cache.bucket, self._step)
             cache.note([count] * cache.rows)

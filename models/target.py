@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import attend, rotate
+from models.attention import Heads, attend, fusable, rotate
 from models.cache import KVCache
 from models.linear import linear
 from models.source import Source, load_model, load_tokenizer, resolve
@@ -73,6 +73,13 @@ class Target:
         self.final_norm = self._gain(body.norm)
         self.layers = [self._fuse(layer, i) for i, layer in enumerate(body.layers)]
         self._rotary, self._tables = body.rotary_emb, {}  # type: Any, dict[str, tuple[Tensor, Tensor]]
+        plain = all(la.kind == "full_attention" and la.softcap is None for la in self.layers)
+        plain = (
+            plain
+            and getattr(config, "hidden_act", "") == "silu"
+            and "pre_feedforward_layernorm" not in self.layers[0].norms
+        )
+        self.fusable = plain and fusable(self.device, self.head_dim)
 
     def _gain(self, norm: nn.Module) -> Tensor:
         weight: Tensor = norm.get_parameter("weight").data
@@ -93,15 +100,15 @@ class Target:
     def _norm(self, x: Tensor, gain: Tensor) -> Tensor:
         return F.rms_norm(x, (gain.shape[0],), gain, self.eps)
 
-    def _rope(self, kind: str, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def _rope(self, kind: str) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every position [P, D]."""
         key = kind if hasattr(self._rotary, "layer_types") else ""
         if key not in self._tables:
             everywhere = torch.arange(self.max_positions, device=self.device).unsqueeze(0)
             extra = (key,) if key else ()
             cos, sin = self._rotary(self.embed_weight, everywhere, *extra)
             self._tables[key] = (cos[0], sin[0])
-        cos, sin = self._tables[key]
-        return cos[positions_BT], sin[positions_BT]
+        return self._tables[key]
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache(self.n_layers, rows, self.n_kv, capacity, self.head_dim, self.device, self.dtype)
@@ -123,15 +130,40 @@ class Target:
         depths = torch.arange(T, device=self.device).expand(B, T) if depths_BT is None else depths_BT
         start = cache.lengths.unsqueeze(1) if cache is not None else 0
         positions = (depths + start).clamp(max=self.max_positions - 1)
-        masks = {kind: self._mask(kind, cache, positions, ancestors_BTT) for kind in {la.kind for la in self.layers}}
-        ropes = {kind: self._rope(kind, positions) for kind in masks}
         x = self.embed_tokens(ids_BT)
+        if cache is not None and cache.bucket and self.fusable:
+            return self._fused(x, positions, cache, ancestors_BTT)
+        masks = {kind: self._mask(kind, cache, positions, ancestors_BTT) for kind in {la.kind for la in self.layers}}
+        ropes = {kind: (cos[positions], sin[positions]) for kind in masks for cos, sin in [self._rope(kind)]}
         states = [x] if 0 in self.taps else []
         for index, layer in enumerate(self.layers):
             x = self._layer(layer, index, x, ropes[layer.kind], masks[layer.kind], cache)
             if index + 1 in self.taps:
                 states.append(x)
         return States(torch.cat(states, -1), self._norm(x, self.final_norm))
+
+    def _fused(self, x: Tensor, positions_BT: Tensor, cache: KVCache, ancestors_BTT: Tensor | None) -> States:
+        """`forward` by the kernels of a GPU, for decoding: the same layers, with fewer launches."""
+        from models import fused
+
+        seen = None if ancestors_BTT is None else ancestors_BTT.to(torch.uint8).contiguous()
+        rope, states = self._rope(self.layers[0].kind), []
+        positions_BT = positions_BT.contiguous()
+        delta: Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            x, normed = fused.add_norm(x, delta, layer.norms["input_layernorm"], self.eps)
+            if index in self.taps:
+                states.append(x)
+            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+            mixed = fused.attention(qkv, rope, positions_BT, cache, index, self._heads(layer), seen)
+            mixed = F.linear(mixed, layer.out.weight, layer.out.bias)
+            x, normed = fused.add_norm(x, mixed, layer.norms["post_attention_layernorm"], self.eps)
+            delta = F.linear(fused.gated(F.linear(normed, layer.gate_up)), layer.down.weight, layer.down.bias)
+        return States(torch.cat(states, -1), fused.add_norm(x, delta, self.final_norm, self.eps)[1])
+
+    def _heads(self, layer: Layer) -> Heads:
+        q_gain, k_gain = layer.norms.get("q_norm"), layer.norms.get("k_norm")
+        return Heads(self.n_heads, self.n_kv, self.head_dim, layer.scale, self.eps, q_gain, k_gain)
 
     def _mask(
         self, kind: str, cache: KVCache | None, positions_BT: Tensor, ancestors_BTT: Tensor | None
