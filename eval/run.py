@@ -18,7 +18,7 @@ from models.layouts import check_drafter, load_drafter, read_provenance
 from models.source import resolve
 from models.target import Target, choose_device, choose_dtype, load_target
 from recipes.cli import entry
-from recipes.files import make_folder, run_folder
+from recipes.files import output_folder, run_folder
 from recipes.schema import Recipe, UserError
 
 # what generation configs may ask for and a tree of drafts cannot honour losslessly without knowing the path's history
@@ -32,26 +32,30 @@ def main(recipe: Recipe) -> None:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         print(cost(recipe, prompts, entries))
         return
-    out = make_folder(out_folder(recipe))
-    if needs_drafter(recipe):
-        target, drafter, folder = load(recipe)
-        tuned = tune.read(folder, recipe, target) if recipe.eval.tune else None
-        if recipe.eval.tune and tuned is None:
-            spare = disjoint(warmup_prompts(), prompts)
-            tuned = tune.tune(recipe, target, drafter, spare, folder)
-        harness.evaluate(
-            recipe,
-            target,
-            drafter,
-            prompts,
-            out,
-            tuned=tuned,
-            drafter_name=str(folder),
-            load_fp32=lambda: load_exact(recipe),
-        )
-    else:
+    with output_folder(out_folder(recipe)) as out:
+        evaluate(recipe, prompts, out)
+
+
+def evaluate(recipe: Recipe, prompts: list[Prompt], out: Path) -> None:
+    if not needs_drafter(recipe):
         target = load_eval_target(recipe)
         harness.evaluate(recipe, target, None, prompts, out, load_fp32=lambda: load_exact(recipe))
+        return
+    target, drafter, folder = load(recipe)
+    tuned = tune.read(folder, recipe, target) if recipe.eval.tune else None
+    if recipe.eval.tune and tuned is None:
+        spare = disjoint(warmup_prompts(), prompts)
+        tuned = tune.tune(recipe, target, drafter, spare, folder)
+    harness.evaluate(
+        recipe,
+        target,
+        drafter,
+        prompts,
+        out,
+        tuned=tuned,
+        drafter_name=str(folder),
+        load_fp32=lambda: load_exact(recipe),
+    )
 
 
 def check(recipe: Recipe) -> list[Prompt]:

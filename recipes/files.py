@@ -57,6 +57,20 @@ def make_folder(path: Path) -> Path:
 
 
 @contextlib.contextmanager
+def output_folder(path: Path) -> Iterator[Path]:
+    """A folder to write results to, found writable before any work; when the work fails, one made here goes again."""
+    made = not path.exists()
+    make_folder(path)
+    try:
+        yield path
+    except BaseException:
+        if made:
+            with contextlib.suppress(OSError):  # not empty
+                path.rmdir()
+        raise
+
+
+@contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yield a folder aside; on success it takes `path`'s place, on failure nothing is left."""
     make_folder(path.parent)

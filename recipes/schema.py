@@ -36,6 +36,7 @@ AT_LEAST_ONE = {
     "train": ("epochs", "batch_tokens", "micro_batch_tokens", "save_every", "keep", "log_every"),
     "eval": ("max_new_tokens", "batch_size", "chain_length", "depth", "branch", "nodes", "max_prompt"),
 }
+AT_MOST = {"depth": 16, "chain_length": 16, "branch": 64, "nodes": 1024, "temperature": 10}  # of eval
 AT_LEAST_ZERO = {
     "eagle": ("draft_vocab",),
     "train": ("max_steps", "weight_decay"),
@@ -164,7 +165,7 @@ def known_keys(cls: type = Recipe, prefix: str = "") -> list[str]:
 
 def load(argv: list[str]) -> Recipe:
     """Resolve `recipe=NAME key=value ...` into a Recipe. Raises UserError, naming the key and the nearest known one."""
-    bad = [a for a in argv if "=" not in a]
+    bad = [a for a in argv if "=" not in a.lstrip("=")]
     if bad:
         raise UserError(f"argument {bad[0]!r} is not of the form key=value. Example: recipe=smollm2 train.epochs=2")
     given = [a.split("=", 1)[1] for a in argv if a.startswith("recipe=")]
@@ -196,7 +197,7 @@ def load(argv: list[str]) -> Recipe:
     try:
         recipe = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere, for one
-        raise UserError(f"{path}: {_first_line(error)}") from error
+        raise UserError(f"{_origin(str(error.full_key or ''), argv, path)}: {_first_line(error)}") from error
     assert isinstance(recipe, Recipe)
     validate(recipe)
     return recipe
@@ -217,6 +218,7 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
     for least, groups in ((1, AT_LEAST_ONE), (0, AT_LEAST_ZERO)):
         keys = [f"{group}.{leaf}" for group, leaves in groups.items() for leaf in leaves]
         rules += [(key, f"{least} or more", _value(r, key) >= least) for key in keys]
+    rules += [(f"eval.{key}", f"at most {most}", getattr(r.eval, key) <= most) for key, most in AT_MOST.items()]
     rules += [
         ("train.learning_rate", "above 0", r.train.learning_rate > 0),
         ("train.clip", "above 0", r.train.clip > 0),
@@ -311,6 +313,8 @@ def _first_line(error: Exception) -> str:
 
 def _explain(where: str, key: str, error: OmegaConfBaseException) -> str:
     reason = _first_line(error)
+    if "ListConfig" in reason:
+        return f"{where}: key {key!r} is a list: write it as {key}=[a,b]"
     if "not in" not in reason:
         return f"{where}: key {key!r}: {reason}"
     group, _, leaf = key.rpartition(".")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -116,10 +117,10 @@ class Store:
         return State(Cursor(**raw["cursor"]), int(raw["optimizer_step"]), scores, raw["identity"])
 
     def model(self, step: int) -> dict[str, Tensor]:
-        return load_file(self.path(step) / "model.safetensors")
+        return _read(self.path(step) / "model.safetensors")
 
     def moments(self, step: int) -> Moments:
-        flat = load_file(self.path(step) / "optimizer.safetensors")
+        flat = _read(self.path(step) / "optimizer.safetensors")
         return {
             kind: {n.removeprefix(f"{kind}/"): t for n, t in flat.items() if n.startswith(f"{kind}/")}
             for kind in MOMENTS
@@ -212,3 +213,10 @@ def restore_optimizer(
     for name, p in trained.items():
         for kind in MOMENTS:
             safe_set_full_optimizer_state(p, moments[kind][name].to(p.device), kind)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"damaged checkpoint, delete its folder: {path} cannot be read: {error}") from error
