@@ -341,7 +341,8 @@ class Engines:
         need = longest + settings.max_new_tokens + settings.room + 1
         cache = self._caches.get((target, rows))
         if cache is None or cache.capacity < need:
-            self._caches[target, rows] = cache = target.new_cache(rows, rounded(need))
+            grown = 0 if cache is None else min(2 * cache.capacity, target.max_positions + settings.room)
+            self._caches[target, rows] = cache = target.new_cache(rows, rounded(max(need, grown)))
             self._engines = {k: v for k, v in self._engines.items() if (k[0], k[2]) != (target, rows)}
             self._drafting = {k: v for k, v in self._drafting.items() if (k[0], k[2]) != (target, rows)}
         settings = replace(settings, max_new_tokens=0)  # which a round does not ask for
