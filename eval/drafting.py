@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from eval.tree import DRAFTER, DraftTree
+from models.attention import fusable
 from models.cache import KVCache
 from models.capture import Steps
 from models.eagle3 import Eagle3
@@ -69,6 +70,9 @@ class EagleDrafting:
     def __init__(self, drafter: Eagle3, target: Target, rows: int, capacity: int) -> None:
         self.drafter, self.target, self.vocab = drafter, target, drafter.vocab.to(target.device)
         self.cache: KVCache = drafter.new_cache(rows, capacity)
+        self.fusable = fusable(target.device, drafter.config.head_dim)
+        if self.fusable:
+            drafter.pack()
         weight = drafter.fc.weight
         self.state_B1H = torch.zeros(rows, 1, weight.shape[0], device=weight.device, dtype=weight.dtype)
 
@@ -106,6 +110,9 @@ class EagleDrafting:
         while f.level < level:
             B, k = f.tokens.shape
             states = self.drafter.step(f.states, self.target.embed(f.tokens), self.cache, f.level - 1, f.ancestors)
+            if self.fusable and self.cache.bucket:
+                f = self._expanded(f, states)
+                continue
             logp, grown = self._top(states, k)
             running = (f.stage == UNGATED).view(B, 1, 1)
             scores = (f.scores.unsqueeze(2) + logp).masked_fill(~running, float("-inf")).flatten(1)
@@ -125,6 +132,18 @@ class EagleDrafting:
                 level=f.level + 1,
             )
         return f
+
+    def _expanded(self, f: Frontier, states: Tensor) -> Frontier:
+        """What the rest of `grow` does to a layer, by the kernels of a GPU."""
+        from models import fused
+
+        seen, first = f.ancestors.to(torch.uint8).contiguous(), sum(part[0].shape[1] for part in f.layers)
+        logits, index = self.drafter.fused_logits(states), f.index.contiguous()
+        layer, (tokens, scores, index, above, seen) = fused.expand(
+            logits, self.vocab.d2t, f.scores.contiguous(), index, f.stage, seen, first, UNGATED
+        )
+        states = states.gather(1, above.unsqueeze(2).expand(-1, -1, states.shape[2]))
+        return Frontier((*f.layers, layer), tokens, scores, index, states, seen, f.stage, f.level + 1)
 
     def draft(self, depth: int, branch: int, gates: tuple[float, ...] = (), steps: Steps | None = None) -> Frontier:
         """Draft `depth` layers, stopping early where the gates have stopped every row: one look at the device a gate.

@@ -133,6 +133,7 @@ class Eagle3(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._packed: tuple[Tensor, Tensor] | None = None
 
     @torch.no_grad()
     def init_from_target(self, target: Target) -> None:
@@ -162,6 +163,13 @@ class Eagle3(nn.Module):
         """[..., H] -> [..., Vd]."""
         out: Tensor = self.lm_head(self.norm(state))
         return out
+
+    def fused_logits(self, state: Tensor) -> Tensor:
+        """`logits` by the kernels of a GPU."""
+        from models import fused
+
+        normed = fused.add_norm(state.contiguous(), None, self.norm.weight, self.config.rms_norm_eps)[1]
+        return F.linear(normed, self.lm_head.weight)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """[..., C] -> [..., H]."""
@@ -251,25 +259,29 @@ class Eagle3(nn.Module):
         out: Tensor = self.midlayer(state_BTH, embed_BTH.to(state_BTH.dtype), rope, attention)
         return out
 
+    def pack(self) -> None:
+        """Lay the weights side by side that read the same input, for the kernels of a GPU. Call it when they change."""
+        attention, mlp = self.midlayer.self_attn, self.midlayer.mlp
+        qkv = torch.cat([m.weight.detach() for m in (attention.q_proj, attention.k_proj, attention.v_proj)])
+        self._packed = qkv, torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])
+
     def _fused_step(
         self, state_BTH: Tensor, embed_BTH: Tensor, cache: KVCache, depth: int | None, ancestors_BTU: Tensor | None
     ) -> Tensor:
         """`step` by the kernels of a GPU: the same layer, with fewer launches."""
         from models import fused
 
-        c, layer, attention, mlp = self.config, self.midlayer, self.midlayer.self_attn, self.midlayer.mlp
-        B, T, _ = state_BTH.shape
-        ahead = torch.arange(T, device=state_BTH.device) if ancestors_BTU is None else depth or 0
-        positions = (cache.lengths.unsqueeze(1) + ahead).expand(B, T).clamp(max=c.max_position_embeddings + 63)
+        assert self._packed is not None, "pack() comes first"
+        c, layer, (qkv, gate_up) = self.config, self.midlayer, self._packed
         state_BTH = state_BTH.contiguous()
         _, embed = fused.add_norm(embed_BTH.to(state_BTH.dtype), None, layer.input_layernorm.weight, c.rms_norm_eps)
         _, state = fused.add_norm(state_BTH, None, layer.hidden_norm.weight, c.rms_norm_eps)
-        x = torch.cat((embed, state), -1)
-        qkv = torch.cat((attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)), -1)
         heads = Heads(c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.head_dim**-0.5)
         seen = None if ancestors_BTU is None else ancestors_BTU.to(torch.uint8).contiguous()
-        mixed = fused.attention(qkv, self._rope(qkv.device), positions.contiguous(), cache, 0, heads, seen)
+        place = None if ancestors_BTU is None else depth or 0
+        mixed = F.linear(torch.cat((embed, state), -1), qkv)
+        mixed = fused.attention(mixed, self._rope(qkv.device), place, cache, 0, heads, seen)
         gain = layer.post_attention_layernorm.weight
-        h, normed = fused.add_norm(state_BTH, attention.o_proj(mixed), gain, c.rms_norm_eps)
-        out: Tensor = h + mlp(normed)
+        h, normed = fused.add_norm(state_BTH, layer.self_attn.o_proj(mixed), gain, c.rms_norm_eps)
+        out: Tensor = h + layer.mlp.down_proj(fused.gated(F.linear(normed, gate_up)))
         return out

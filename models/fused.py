@@ -46,8 +46,8 @@ def _gated(gate_up, out, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rotate_and_store(
-    qkv, cos, sin, positions, lengths, q_gain, k_gain, queries, keys, values, eps,
-    T, capacity, offset, N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr,
+    qkv, cos, sin, depths, lengths, q_gain, k_gain, queries, keys, values, eps, T, capacity, offset, depth, limit,
+    N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, PLACE: tl.constexpr,
 ):  # fmt: skip
     row, head = tl.program_id(0), tl.program_id(1)
     b, t = row // T, row % T
@@ -64,16 +64,24 @@ def _rotate_and_store(
                 gain = k_gain
             x = x * scale * tl.load(gain + d).to(tl.float32)
             other = other * scale * tl.load(gain + partner).to(tl.float32)
-        position = tl.load(positions + row)
+        position = tl.load(lengths + b)
+        if PLACE == "each":
+            position += tl.load(depths + row)
+        elif PLACE == "line":
+            position += t
+        else:
+            position += depth
+        position = tl.minimum(position, limit)
         other = tl.where(d < D // 2, -other, other)
         x = x * tl.load(cos + position * D + d).to(tl.float32) + other * tl.load(sin + position * D + d).to(tl.float32)
     slot = tl.minimum(tl.load(lengths + b) + offset + t, capacity - 1)
+    pair = (b * K + (head - N) % K).to(tl.int64)
     if head < N:
         tl.store(queries + (row * N + head) * D + d, x.to(queries.dtype.element_ty))
     elif head < N + K:
-        tl.store(keys + ((b * K + head - N) * capacity + slot) * D + d, x.to(keys.dtype.element_ty))
+        tl.store(keys + (pair * capacity + slot) * D + d, x.to(keys.dtype.element_ty))
     else:
-        tl.store(values + ((b * K + head - N - K) * capacity + slot) * D + d, x.to(values.dtype.element_ty))
+        tl.store(values + (pair * capacity + slot) * D + d, x.to(values.dtype.element_ty))
 
 
 @triton.jit
@@ -169,6 +177,60 @@ def _top_of_chunks(
         x = tl.where(at == index, float("-inf"), x)
 
 
+@triton.jit
+def _expand(
+    best, total, chosen, d2t, scores, index, stage, seen, tokens, parents, grown, next_tokens, next_scores, next_index,
+    next_above, next_seen, U, first, ungated, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_U: tl.constexpr,
+):  # fmt: skip
+    b, at = tl.program_id(0), tl.arange(0, BLOCK)
+    inside, above = at < K * K, at // K
+    wide = b * K * K + at
+    draft = tl.load(chosen + wide, mask=inside, other=0)
+    token = draft + tl.load(d2t + draft, mask=inside, other=0)
+    score = tl.load(scores + b * K + above, mask=inside, other=0.0) + tl.load(best + wide, mask=inside, other=0.0)
+    score = score - tl.load(total + b * K + above, mask=inside, other=0.0)
+    score = tl.where(tl.load(stage + b) == ungated, score, float("-inf"))
+    tl.store(tokens + wide, token, mask=inside)
+    tl.store(parents + wide, tl.load(index + b * K + above, mask=inside, other=0) + 1, mask=inside)
+    tl.store(grown + wide, score, mask=inside)
+    left = tl.where(inside, score, float("-inf"))
+    free = inside.to(tl.int32)  # not chosen yet: the rows that a gate stopped hold nothing but -inf
+    u = tl.arange(0, BLOCK_U)
+    for i in tl.static_range(K):
+        peak = tl.max(left, 0)
+        place = tl.min(tl.where((left == peak) & (free > 0), at, BLOCK), 0)  # of equal ones the first
+        tl.store(next_tokens + b * K + i, tl.sum(tl.where(at == place, token, 0), 0))
+        tl.store(next_scores + b * K + i, peak)
+        tl.store(next_index + b * K + i, first + place)
+        tl.store(next_above + b * K + i, place // K)
+        line = tl.load(seen + (b * K + place // K) * U + u, mask=u < U, other=0)
+        line = tl.where(u < U, line, (u == U + i).to(line.dtype))
+        tl.store(next_seen + (b * K + i) * (U + K) + u, line, mask=u < U + K)
+        left = tl.where(at == place, float("-inf"), left)
+        free = tl.where(at == place, 0, free)
+
+
+def expand(
+    logits_BkV: Tensor, d2t: Tensor, scores_Bk: Tensor, index_Bk: Tensor, stage_B: Tensor, seen_BkU: Tensor, first: int,
+    ungated: int,
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """One layer of EAGLE's dynamic tree: the k best children of each of the k frontier nodes, as (tokens, parents,
+    scores) [B, k*k]; and the next frontier: tokens, scores, candidate index, which node it hangs on [B, k], ancestors
+    [B, k, U + k] (uint8). Rows whose `stage` is not `ungated` score -inf."""
+    B, k, U = seen_BkU.shape
+    best, chosen, total = top(logits_BkV, k)
+    integers, seen = partial(logits_BkV.new_empty, dtype=torch.int64), seen_BkU.new_empty(B, k, U + k)
+    tokens, parents, grown = integers((B, k * k)), integers((B, k * k)), torch.empty_like(best).view(B, k * k)
+    next_tokens, next_index, above = integers((B, k)), integers((B, k)), integers((B, k))
+    next_scores = torch.empty_like(scores_Bk)
+    _expand[(B,)](
+        best, total, chosen, d2t, scores_Bk, index_Bk, stage_B, seen_BkU, tokens, parents, grown, next_tokens,
+        next_scores, next_index, above, seen, U, first, ungated, k, triton.next_power_of_2(k * k),
+        triton.next_power_of_2(U + k), num_warps=4,
+    )  # fmt: skip
+    return (tokens, parents, grown), (next_tokens, next_scores, next_index, above, seen)
+
+
 def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The k largest of each row, their indices (of equal ones the lower first) [..., k], and its log-sum-exp [...]."""
     V, block = logits.shape[-1], 2048
@@ -186,7 +248,7 @@ def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 def attention(
     qkv_BTX: Tensor,
     rope: tuple[Tensor, Tensor],
-    positions_BT: Tensor,
+    depths: Tensor | int | None,
     cache: KVCache,
     layer: int,
     heads: Heads,
@@ -195,18 +257,19 @@ def attention(
     """Norm, rotate, store and attend -> [B, T, N*D].
 
     `rope`: the tables of cosines and sines [positions, D]. The T tokens are the last of the U uncommitted ones of
-    `ancestors` (uint8); without it they are a chain behind the committed ones.
+    `ancestors` (uint8), `depths` behind the committed ones ([B, T], or one for all); without either they are a line.
     """
     B, T, _ = qkv_BTX.shape
     N, K, D = heads.queries, heads.keys, heads.size
     U = T if ancestors_BTU is None else ancestors_BTU.shape[2]
     keys, values, capacity = cache.keys[layer], cache.values[layer], cache.capacity
     queries = qkv_BTX.new_empty(B, T, N * D)
-    none = qkv_BTX
+    none, place = qkv_BTX, "line" if depths is None else "all" if isinstance(depths, int) else "each"
+    q_gain, k_gain = (none if gain is None else gain for gain in (heads.q_gain, heads.k_gain))
     _rotate_and_store[(B * T, N + 2 * K)](
-        qkv_BTX, *rope, positions_BT, cache.lengths, none if heads.q_gain is None else heads.q_gain,
-        none if heads.k_gain is None else heads.k_gain, queries, keys, values, heads.eps, T, capacity, U - T,
-        N, K, D, heads.q_gain is not None, num_warps=1,
+        qkv_BTX, *rope, depths if place == "each" else none, cache.lengths, q_gain, k_gain, queries, keys, values,
+        heads.eps, T, capacity, U - T,
+        depths if place == "all" else 0, len(rope[0]) - 1, N, K, D, heads.q_gain is not None, place, num_warps=1,
     )  # fmt: skip
     G = N // K
     block_m = min(64, max(16, triton.next_power_of_2(T * G)))

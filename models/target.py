@@ -127,12 +127,12 @@ class Target:
         `ancestors[b, t, u]` = t sees u (itself included). Right padding is harmless in a chain: nothing real sees it.
         """
         B, T = ids_BT.shape
+        x = self.embed_tokens(ids_BT)
+        if cache is not None and cache.bucket and self.fusable:
+            return self._fused(x, depths_BT, cache, ancestors_BTT)
         depths = torch.arange(T, device=self.device).expand(B, T) if depths_BT is None else depths_BT
         start = cache.lengths.unsqueeze(1) if cache is not None else 0
         positions = (depths + start).clamp(max=self.max_positions - 1)
-        x = self.embed_tokens(ids_BT)
-        if cache is not None and cache.bucket and self.fusable:
-            return self._fused(x, positions, cache, ancestors_BTT)
         masks = {kind: self._mask(kind, cache, positions, ancestors_BTT) for kind in {la.kind for la in self.layers}}
         ropes = {kind: (cos[positions], sin[positions]) for kind in masks for cos, sin in [self._rope(kind)]}
         states = [x] if 0 in self.taps else []
@@ -142,20 +142,19 @@ class Target:
                 states.append(x)
         return States(torch.cat(states, -1), self._norm(x, self.final_norm))
 
-    def _fused(self, x: Tensor, positions_BT: Tensor, cache: KVCache, ancestors_BTT: Tensor | None) -> States:
+    def _fused(self, x: Tensor, depths_BT: Tensor | None, cache: KVCache, ancestors_BTT: Tensor | None) -> States:
         """`forward` by the kernels of a GPU, for decoding: the same layers, with fewer launches."""
         from models import fused
 
         seen = None if ancestors_BTT is None else ancestors_BTT.to(torch.uint8).contiguous()
         rope, states = self._rope(self.layers[0].kind), []
-        positions_BT = positions_BT.contiguous()
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
             x, normed = fused.add_norm(x, delta, layer.norms["input_layernorm"], self.eps)
             if index in self.taps:
                 states.append(x)
             qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
-            mixed = fused.attention(qkv, rope, positions_BT, cache, index, self._heads(layer), seen)
+            mixed = fused.attention(qkv, rope, depths_BT, cache, index, self._heads(layer), seen)
             mixed = F.linear(mixed, layer.out.weight, layer.out.bias)
             x, normed = fused.add_norm(x, mixed, layer.norms["post_attention_layernorm"], self.eps)
             delta = F.linear(fused.gated(F.linear(normed, layer.gate_up)), layer.down.weight, layer.down.bias)
