@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import Heads, attend, causal_plus_diagonals, fusable, rotate
+from models.attention import Documents, Heads, attend, causal_plus_diagonals, fusable, rotate
 from models.cache import KVCache
 from models.linear import Linear
 from models.target import Target
@@ -194,32 +194,34 @@ class Eagle3(nn.Module):
         cos, sin = self._rope(positions.device)
         return cos[positions].to(dtype), sin[positions].to(dtype)
 
-    def unroll(self, taps_BTC: Tensor, next_embed: Callable[[int], Tensor], steps: int) -> Iterator[Tensor]:
-        """Training-time test (EAGLE-3, section 3.2): the states [B, T, H] of each unroll step, before norm and head.
+    def unroll(
+        self, taps_TC: Tensor, next_embed: Callable[[int], Tensor], steps: int, documents: Documents
+    ) -> Iterator[Tensor]:
+        """Training-time test (EAGLE-3, section 3.2) over a packed row: the states [T, H] of each unroll step, before
+        norm and head.
 
-        `next_embed(i)` gives the embeddings of x[p+1+i] for every slot p. Step i sees the step-0 keys 0..p and the keys
-        that slot p itself made at steps 1..i, at rotary phase p + i: what a chain of drafts sees when served.
+        `next_embed(i)` gives the embeddings [T, H] of x[p+1+i] for every slot p; what it gives past the end of a
+        document reaches no slot whose own tokens x[p+1 .. p+1+i] lie inside. Step i sees the step-0 keys 0..p of the
+        document and the keys that slot p itself made at steps 1..i, at rotary phase p + i: what a chain of drafts sees
+        when served.
         """
-        state = self.fuse(taps_BTC)
-        B, T, _ = state.shape
-        positions = torch.arange(T, device=state.device)
-        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        state_1TH = self.fuse(taps_TC).unsqueeze(0)
         first: list[Tensor] = []
         diagonals: list[tuple[Tensor, Tensor]] = []
 
-        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        def attention(q_1NTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor) -> Tensor:
+            k, v = k_1KTD[0], v_1KTD[0]
             if first:
                 diagonals.append((k, v))
             else:
                 first.extend((k, v))
-            out = causal_plus_diagonals(q, first[0], first[1], diagonals)
-            return out.transpose(1, 2).reshape(B, T, -1)
+            out_NTD = causal_plus_diagonals(q_1NTD[0], first[0], first[1], diagonals, documents)
+            return out_NTD.transpose(0, 1).flatten(1).unsqueeze(0)
 
         for i in range(steps):
-            rope = self._rope_at((positions + i).expand(B, T), state.dtype)
-            state = self.midlayer(state, next_embed(i).to(state.dtype), rope, attention)
-            yield state
+            rope = self._rope_at((documents.positions_T + i).unsqueeze(0), state_1TH.dtype)
+            state_1TH = self.midlayer(state_1TH, next_embed(i).unsqueeze(0).to(state_1TH.dtype), rope, attention)
+            yield state_1TH[0]
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         c, weight = self.config, self.fc.weight

@@ -4,6 +4,7 @@ Layer numbering: `h[0]` is the embedding output, `h[L]` the residual stream afte
 layers, before the final norm. B batch, T positions, S key slots, H hidden, V vocabulary, C = len(taps) * H.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import Heads, attend, fusable, rotate
+from models.attention import Documents, Heads, attend, attend_documents, fusable, rotate
 from models.cache import KVCache
 from models.linear import linear
 from models.source import Source, load_model, load_tokenizer, resolve
 from recipes.schema import TargetConfig, UserError
 
 PREFILL_CHUNK = 2048
+
+AttendFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, queries, keys, values) -> [B, T, N*D]
 
 
 @dataclass(frozen=True)
@@ -127,17 +130,29 @@ class Target:
         `ancestors[b, t, u]` = t sees u (itself included). Right padding is harmless in a chain: nothing real sees it.
         """
         B, T = ids_BT.shape
-        x = self.embed_tokens(ids_BT)
         if cache is not None and cache.bucket and self.fusable:
-            return self._fused(x, depths_BT, cache, ancestors_BTT)
+            return self._fused(self.embed_tokens(ids_BT), depths_BT, cache, ancestors_BTT)
         depths = torch.arange(T, device=self.device).expand(B, T) if depths_BT is None else depths_BT
         start = cache.lengths.unsqueeze(1) if cache is not None else 0
         positions = (depths + start).clamp(max=self.max_positions - 1)
         masks = {kind: self._mask(kind, cache, positions, ancestors_BTT) for kind in {la.kind for la in self.layers}}
-        ropes = {kind: (cos[positions], sin[positions]) for kind in masks for cos, sin in [self._rope(kind)]}
+
+        def attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            layer = self.layers[index]
+            if cache is not None:
+                cached = cache.write(index, k, v)
+                k, v = (k, v) if cache.high == 0 else cached
+            return attend(q, k, v, masks[layer.kind], layer.scale, layer.softcap)
+
+        return self._run(ids_BT, positions, attention)
+
+    def _run(self, ids_BT: Tensor, positions_BT: Tensor, attention: AttendFn) -> States:
+        tables = {kind: self._rope(kind) for kind in {la.kind for la in self.layers}}
+        ropes = {kind: (cos[positions_BT], sin[positions_BT]) for kind, (cos, sin) in tables.items()}
+        x = self.embed_tokens(ids_BT)
         states = [x] if 0 in self.taps else []
         for index, layer in enumerate(self.layers):
-            x = self._layer(layer, index, x, ropes[layer.kind], masks[layer.kind], cache)
+            x = self._layer(layer, index, x, ropes[layer.kind], attention)
             if index + 1 in self.taps:
                 states.append(x)
         return States(torch.cat(states, -1), self._norm(x, self.final_norm))
@@ -185,13 +200,7 @@ class Target:
         return mask
 
     def _layer(
-        self,
-        layer: Layer,
-        index: int,
-        x_BTH: Tensor,
-        rope: tuple[Tensor, Tensor],
-        mask_BTS: Tensor | None,
-        cache: KVCache | None,
+        self, layer: Layer, index: int, x_BTH: Tensor, rope: tuple[Tensor, Tensor], attention: AttendFn
     ) -> Tensor:
         B, T, _ = x_BTH.shape
         norms = layer.norms
@@ -201,10 +210,7 @@ class Target:
         if "q_norm" in norms:
             q, k = self._norm(q, norms["q_norm"]), self._norm(k, norms["k_norm"])
         q, k = rotate(q, *rope), rotate(k, *rope)
-        if cache is not None:
-            cached = cache.write(index, k, v)
-            k, v = (k, v) if cache.high == 0 else cached
-        x = linear(attend(q, k, v, mask_BTS, layer.scale, layer.softcap), layer.out.weight, layer.out.bias)
+        x = linear(attention(index, q, k, v), layer.out.weight, layer.out.bias)
         if "pre_feedforward_layernorm" in norms:  # Gemma 2 and 3 norm both ends of each sublayer
             x = x_BTH + self._norm(x, norms["post_attention_layernorm"])
             return x + self._norm(
@@ -230,6 +236,18 @@ class Target:
     def features(self, ids_BT: Tensor) -> States:
         """States of whole rows for training; right padding is harmless."""
         return self.forward(ids_BT)
+
+    @torch.no_grad()
+    def packed_features(self, ids_T: Tensor, documents: Documents) -> States:
+        """The same of a packed row, as a batch of one: each document as it would be alone."""
+
+        def attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            layer = self.layers[index]
+            window = self.window if layer.kind == "sliding_attention" else None
+            return attend_documents(q, k, v, documents, window, layer.scale, layer.softcap)
+
+        positions_T = documents.positions_T.clamp(max=self.max_positions - 1)
+        return self._run(ids_T.unsqueeze(0), positions_T.unsqueeze(0), attention)
 
     def logits(self, final: Tensor, kept_ids: Tensor | None = None) -> Tensor:
         """[..., H] -> [..., V], or the columns of `kept_ids` alone."""

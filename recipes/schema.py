@@ -39,7 +39,7 @@ AT_LEAST_ONE = {
 AT_MOST = {"depth": 16, "chain_length": 16, "branch": 64, "nodes": 1024, "temperature": 10}  # of eval
 AT_LEAST_ZERO = {
     "eagle": ("draft_vocab",),
-    "train": ("max_steps", "weight_decay"),
+    "train": ("max_steps", "weight_decay", "keep_features_mb"),
     "eval": ("limit", "temperature", "top_k"),
 }
 
@@ -95,7 +95,8 @@ class TrainConfig:
     epochs: int = 1
     max_steps: int = 0  # optimiser steps; 0 = as the epochs say
     batch_tokens: int = 16384  # an optimiser step, over all ranks and micro-batches
-    micro_batch_tokens: int = 8192  # a forward on one rank
+    micro_batch_tokens: int = 8192  # at most, in a forward on one rank; rows are packed to it whole, without padding
+    keep_features_mb: int = 1024  # of the target's features, kept over the epochs in memory; on a CPU only
     learning_rate: float = 1e-4
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.0

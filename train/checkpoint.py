@@ -2,6 +2,7 @@
 
     checkpoints/step-N/model.safetensors       the drafter's fp32 parameters (and buffers), by name
                        optimizer.safetensors   exp_avg/NAME and exp_avg_sq/NAME in fp32
+                       vocab.safetensors       the drafter's vocabulary map, where it has one
                        state.json              cursor, AdamW's step count, scores so far, identity of the run
     checkpoints/latest, best                   each names one of them
 
@@ -21,13 +22,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from models.vocab import VocabMap, refuse_other_vocab, write_vocab
 from recipes.files import make_folder, read_json, whole_folder, write_text
 from recipes.schema import Recipe, UserError
 from train.batches import Cursor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # what may change between a run and its continuation without changing what is learned
-FREE = {"data.cache", "data.slots", "train.save_every", "train.keep", "train.log_every", "train.tracker"}
+FREE = {"data.cache", "data.slots"}
+FREE |= {f"train.{key}" for key in ("save_every", "keep", "log_every", "tracker", "keep_features_mb")}
 PARTS = ("target", "data", "train", "eagle")
 
 Moments = dict[str, dict[str, Tensor]]  # exp_avg | exp_avg_sq -> parameter name -> fp32 tensor on the CPU
@@ -48,10 +51,10 @@ class State:
 
 
 class Store:
-    """The checkpoints folder of one run."""
+    """The checkpoints folder of one run. With a `vocab` each checkpoint holds it, and one with another is refused."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.folder = run_dir / "checkpoints"
+    def __init__(self, run_dir: Path, vocab: VocabMap | None = None) -> None:
+        self.folder, self.vocab = run_dir / "checkpoints", vocab
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
@@ -89,6 +92,8 @@ class Store:
                 {f"{kind}/{n}": t for kind in MOMENTS for n, t in moments[kind].items()},
                 aside / "optimizer.safetensors",
             )
+            if self.vocab is not None:
+                write_vocab(self.vocab, aside / "vocab.safetensors")
             (aside / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
         self.point("latest", step)
         kept = {step, *self.steps()[-max(1, keep) :], self.named("best"), state.best()}
@@ -133,6 +138,8 @@ class Store:
             return None
         state = self.state(step)
         refuse_change(state.identity, identity, self.folder.parent)
+        if self.vocab is not None:
+            refuse_other_vocab(self.vocab, self.path(step) / "vocab.safetensors")
         return state
 
 

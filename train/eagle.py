@@ -76,14 +76,16 @@ def main(recipe: Recipe) -> None:
     prepared = prepared or shared(Path(told[0]))
     identity = identify(recipe, source, prepared)
     if accelerator.is_main_process:
-        Store(folder).resume(identity)  # refuses another run before anything of this one is written
+        Store(folder, prepared.vocab).resume(identity)  # refuses another run before anything of this one is written
         begin(recipe, folder, source, prepared)
     drafter = Eagle3(Eagle3Config.from_target(target, prepared.vocab), prepared.vocab)
     drafter.init_from_target(target)
     steps, decay = recipe.eagle.unroll_steps, recipe.eagle.step_decay
     bf16 = use_bf16(recipe, device)
     teacher = loader(recipe, target)(torch.bfloat16) if bf16 and device.type == "cpu" else target
-    objective = UnrollLoss(drafter, teacher, prepared.vocab, steps, decay, bf16=bf16)
+    again = recipe.train.epochs > 1 or recipe.train.max_steps > 0  # rows may come a second time
+    keep = again * recipe.train.keep_features_mb * 2**20
+    objective = UnrollLoss(drafter, teacher, prepared.vocab, steps, decay, bf16=bf16, keep_bytes=keep)
     loop = Loop(recipe, objective, prepared.train, accelerator, folder)
 
     def score(step: int) -> float:
@@ -93,7 +95,7 @@ def main(recipe: Recipe) -> None:
     state = loop.run(identity, score if wanted else None, asdict(recipe))
     if accelerator.is_main_process:
         export(recipe, folder, source, prepared, drafter, state)
-        report(recipe, folder, target, drafter, state, prompts)
+        report(recipe, folder, target, drafter, state, prompts, loop.packing())
     accelerator.end_training()
 
 
@@ -176,7 +178,15 @@ def export(recipe: Recipe, folder: Path, source: Source, prepared: Prepared, dra
     save_drafter(drafter, folder / "drafter", papers)
 
 
-def report(recipe: Recipe, folder: Path, target: Target, drafter: Eagle3, state: State, prompts: list[Prompt]) -> None:
+def report(
+    recipe: Recipe,
+    folder: Path,
+    target: Target,
+    drafter: Eagle3,
+    state: State,
+    prompts: list[Prompt],
+    packing: dict[str, float],
+) -> None:
     """Measure the exported drafter on prompts that neither training nor the choice has seen, and say where all is."""
     step = Store(folder).named("best")
     load = loader(recipe, target)
@@ -195,6 +205,7 @@ def report(recipe: Recipe, folder: Path, target: Target, drafter: Eagle3, state:
         "steps": state.cursor.step,
         "best_step": step,
         "scores": {str(k): v for k, v in state.scores.items()},
+        "packing": packing,
         "last": newest(folder / "metrics.jsonl"),
         "decoders": [_headline(r) for r in results],
     }
@@ -222,6 +233,9 @@ def show(folder: Path, summary: dict[str, Any]) -> None:
         table.add_row("loss at the end", f"{last['loss']:.4f}")
         table.add_row("accuracy by draft position", " ".join(f"{a:.2f}" for a in last["acc"]))
         table.add_row("simulated tau (training rows)", f"{last['simulated_tau']:.3f}")
+    if "packing" in summary:
+        used = summary["packing"]
+        table.add_row("micro-batches", f"{used['filled']:.1%} full, padding {used['padding']:.2%}")
     for step, tau in summary["scores"].items():
         mark = " (best)" if int(step) == summary["best_step"] else ""
         table.add_row(f"validation tau, step {step}", f"{tau:.3f}{mark}")
