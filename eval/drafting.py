@@ -71,8 +71,7 @@ class EagleDrafting:
         self.drafter, self.target, self.vocab = drafter, target, drafter.vocab.to(target.device)
         self.cache: KVCache = drafter.new_cache(rows, capacity)
         self.fusable = fusable(target.device, drafter.config.head_dim)
-        if self.fusable:
-            drafter.pack()
+        self._packed = drafter.pack() if self.fusable else None  # held for the captured steps that read it
         weight = drafter.fc.weight
         self.state_B1H = torch.zeros(rows, 1, weight.shape[0], device=weight.device, dtype=weight.dtype)
 

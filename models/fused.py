@@ -198,7 +198,7 @@ def _expand(
     u = tl.arange(0, BLOCK_U)
     for i in tl.static_range(K):
         peak = tl.max(left, 0)
-        place = tl.min(tl.where((left == peak) & (free > 0), at, BLOCK), 0)  # of equal ones the first
+        place = tl.min(tl.where((left == peak) & (free > 0), at, K * K - 1), 0)  # of equal ones the first
         tl.store(next_tokens + b * K + i, tl.sum(tl.where(at == place, token, 0), 0))
         tl.store(next_scores + b * K + i, peak)
         tl.store(next_index + b * K + i, first + place)
