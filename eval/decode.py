@@ -33,6 +33,7 @@ class RowResult:
     positions_offered: list[int] = field(default_factory=list)  # rounds that drafted at depth j + 1, uncut
     positions_accepted: list[int] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=lambda: {"drafter": 0, "retrieval": 0})
+    origins: list[str] = field(default_factory=list)  # of each token: drafter, retrieval, or bonus (the target's own)
     stages: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STAGES, 0))
     merged: int = 0  # retrieved nodes that the draft already had
     nodes: int = 0  # verified nodes over all rounds, roots not counted
@@ -62,6 +63,8 @@ def record(row: RowResult, facts: Facts, ends: frozenset[int], limit: int, graft
     _book(row, kept, emitted, facts.drafted, cut=emitted <= facts.accepted)
     row.nodes += facts.nodes
     from_matrix = sum(source == RETRIEVAL for source in facts.sources[:kept])
+    row.origins += ["retrieval" if source == RETRIEVAL else "drafter" for source in facts.sources[:kept]]
+    row.origins += ["bonus"] * (emitted - kept)
     row.sources["retrieval"] += from_matrix
     row.sources["drafter"] += kept - from_matrix
     if graft:
@@ -92,18 +95,23 @@ def decode(
     matrix: SuccessorMatrix | None = None,
     row_ids: list[int] | None = None,
     engines: Engines | None = None,
+    watch: Callable[[list[RowResult]], None] | None = None,
 ) -> Decoded:
     """Decode a batch of prompts (token ids, ragged). `matrix` is carried: Graft reads and updates it in place; without
     one it starts cold. `row_ids` name the rows' noise at T > 0, so that an output does not depend on its batch.
-    `engines` keeps what is allocated and captured for the next call."""
+    `engines` keeps what is allocated and captured for the next call; `watch` sees the rows after prefill and after each
+    round."""
     engine = (engines or Engines()).get(target, drafter, settings, len(prompts), max(map(len, prompts)))
     clock, limit = Clock(target.device), settings.max_new_tokens
-    rows = [RowResult(tokens=[token]) for token in engine.prefill(prompts, row_ids or [*range(len(prompts))], matrix)]
+    first = engine.prefill(prompts, row_ids or [*range(len(prompts))], matrix)
+    rows = [RowResult(tokens=[token], origins=["bonus"]) for token in first]
     clock.lap("prefill")
     for row in rows:
         row.done = row.tokens[0] in target.eos_ids or limit <= 1
     done = [row.done for row in rows]
     engine.finish(done)
+    if watch is not None:
+        watch(rows)
     begun, rounds = time.perf_counter(), 0
     while not all(done):
         facts = engine.round(clock, done)
@@ -113,6 +121,8 @@ def decode(
         if done != [row.done for row in rows]:
             done = [row.done for row in rows]
             engine.finish(done)
+        if watch is not None:
+            watch(rows)
         rounds += 1
     seconds = time.perf_counter() - begun
     engine.save(matrix)
