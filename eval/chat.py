@@ -17,11 +17,12 @@ from rich.text import Text
 from tokenizers.decoders import DecodeStream
 
 from data_prep.template import Message, prompt_ids
-from eval import tune
+from eval import tunings
 from eval.decode import Decoded, RowResult, decode_keeping
 from eval.engine import Settings
 from eval.matrix import SuccessorMatrix
-from eval.outcome import in_dtype, longest_prompt, new_matrix
+from eval.memory import SMALLER, attempt
+from eval.outcome import in_dtype, longest_prompt, new_matrix, no_room_for_prompts
 from eval.plan import check_settings, describe, settings_of, tuned_shapes
 from eval.run import check_belongs, drafter_folder, load, load_eval_target
 from models.eagle3 import Eagle3
@@ -43,6 +44,8 @@ class Chat:
         self.recipe, self.target, self.settings = recipe, target, settings
         self.drafter = None if drafter is None else in_dtype(drafter, target.dtype)
         self.limit = longest_prompt(target, recipe.eval)
+        if self.limit < 1:
+            raise UserError(no_room_for_prompts(target, recipe.eval))
         self._decode = decode_keeping()
         self.reset()
 
@@ -62,9 +65,10 @@ class Chat:
             )
         words = _Words(self.target.tokenizer, show)
         turn = len(self.messages) // 2  # names the noise of this answer at T > 0
-        decoded = self._decode(
-            self.target, self.drafter, [ids], self.settings, matrix=self._matrix, row_ids=[turn], watch=words.watch
-        )
+        told: dict[str, Any] = {"matrix": self._matrix, "row_ids": [turn], "watch": words.watch}
+        decoded = attempt(lambda: self._decode(self.target, self.drafter, [ids], self.settings, **told))
+        if decoded is None:
+            raise UserError(f"out of memory at a conversation of {len(ids)} tokens. /reset forgets it. {SMALLER}")
         self.messages = [*messages, {"role": "assistant", "content": words.finish(decoded.rows[0])}]
         return decoded
 
@@ -167,7 +171,7 @@ def choose(recipe: Recipe) -> Recipe:
 
 def tuned_settings(recipe: Recipe, folder: Path, target: Target) -> Settings:
     """The decoder's settings, in the tuner's shape where a tuned.json of this machine lies beside the drafter."""
-    tuned = tune.read(folder, replace(recipe, decoder=""), target)
+    tuned = tunings.read(folder, replace(recipe, decoder=""), target)
     if tuned is None:
         return settings_of(recipe.decoder, recipe.eval)
     if tuned["chosen"]["decoder"] == "ar":

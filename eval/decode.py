@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from eval.engine import Clock, Engines, Facts, Settings
 from eval.matrix import SuccessorMatrix
+from eval.memory import ran_out
 from eval.tree import RETRIEVAL
 from models.eagle3 import Eagle3
 from models.target import Target
@@ -130,5 +132,16 @@ def decode(
 
 
 def decode_keeping() -> Callable[..., Decoded]:
-    """`decode` with engines of its own, for many calls."""
-    return partial(decode, engines=Engines())
+    """`decode` with engines of its own, for many calls; they are let go when memory runs out."""
+    engines = Engines()
+
+    def keeping(*given: Any, **named: Any) -> Decoded:
+        nonlocal engines
+        try:
+            return partial(decode, engines=engines)(*given, **named)
+        except (RuntimeError, MemoryError) as error:
+            if ran_out(error):
+                engines = Engines()
+            raise
+
+    return keeping

@@ -6,6 +6,7 @@ conversation follows the answer that `ar` gave to turn 1, so that all decoders s
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from eval import lossless, report, results, tune
 from eval.decode import Decoded, RowResult, decode_keeping
 from eval.engine import Settings
 from eval.matrix import SuccessorMatrix
+from eval.memory import SMALLER, attempt, by_halving
 from eval.outcome import (
     Outcome,
     disjoint,
@@ -25,6 +27,7 @@ from eval.outcome import (
     in_dtype,
     longest_prompt,
     new_matrix,
+    no_room_for_prompts,
     row_id,
     warmup_prompts,
 )
@@ -50,6 +53,17 @@ class Bench:
     matrices: dict[str, SuccessorMatrix] = field(default_factory=dict)
     outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
     skipped: list[dict[str, Any]] = field(default_factory=list)
+    size: int = 0  # rows of a timed batch; the recipe's, or the largest that memory holds
+    no_room: list[int] = field(default_factory=list)  # sizes that memory did not hold
+
+    def __post_init__(self) -> None:
+        self.size = self.size or self.recipe.eval.batch_size
+
+    def shrink(self, size: int) -> None:
+        """Half of `size`, which memory does not hold."""
+        self.no_room.append(size)
+        self.size = (size + 1) // 2
+        print(f"out of memory at batch {size}: trying {self.size}", flush=True)
 
     @property
     def limit(self) -> int:
@@ -99,6 +113,8 @@ def evaluate(
         bench = Bench(recipe, target, drafter, plan(recipe, tuned, drafter is not None), decode)
         announce(bench, len(prompts))
         if all(len(encode(target, recipe, prompt)) > bench.limit for prompt in prompts):
+            if bench.limit < 1:
+                raise UserError(no_room_for_prompts(target, recipe.eval))
             longest = f"every prompt is longer than {bench.limit} tokens"
             raise UserError(f"{longest}. Raise eval.max_prompt, or lower eval.max_new_tokens")
         warm_up(bench, spare)
@@ -121,10 +137,11 @@ def validation_tau(
     encoded = [encode(target, recipe, prompt) for prompt in prompts]
     fitting = sorted((ids for ids in encoded if len(ids) <= longest_prompt(target, recipe.eval)), key=len)
     rows: list[RowResult] = []
-    size = UNTIMED_BATCH[target.device.type]
-    for start in range(0, len(fitting), size):
-        batch = fitting[start : start + size]
-        rows += decode(target, drafter, batch, settings, matrix=None, row_ids=list(range(len(batch)))).rows
+
+    def run(batch: Sequence[list[int]]) -> None:
+        rows.extend(decode(target, drafter, batch, settings, matrix=None, row_ids=list(range(len(batch)))).rows)
+
+    by_halving(fitting, UNTIMED_BATCH[target.device.type], run)
     kept = [row for row in rows if not is_loop(row.tokens)] or rows
     rounds = sum(row.rounds for row in kept)
     return sum(row.emitted for row in kept) / rounds if rounds else 1.0
@@ -152,20 +169,52 @@ def warm_up(bench: Bench, spare: Sequence[Prompt]) -> None:
         if entry.matrix and entry.matrix != "cold":
             bench.matrices[entry.label] = matrix = new_matrix(bench.target)
             batch = encoded[: warm_prompts(entry.matrix)]
-            if batch:
-                bench.run(entry.settings, batch, list(range(len(batch))), matrix)
+            by_halving(batch, max(len(batch), 1), partial(_teach, bench, entry, matrix))
     for entry in bench.entries:
-        if entry.timed and encoded:
-            batch = [encoded[-1]] * bench.recipe.eval.batch_size
-            short = replace(entry.settings, max_new_tokens=min(FIRST_TOKENS, entry.settings.max_new_tokens))
-            bench.run(short, batch, list(range(len(batch))), new_matrix(bench.target) if entry.matrix else None)
+        while entry.timed and encoded and attempt(partial(_first_run, bench, entry, encoded[-1])) is None:
+            if bench.size == 1:
+                raise UserError(f"out of memory: {entry.label} does not fit at batch 1. {SMALLER}")
+            bench.shrink(bench.size)
+
+
+def _teach(bench: Bench, entry: Entry, matrix: SuccessorMatrix, batch: Sequence[list[int]]) -> None:
+    bench.run(entry.settings, list(batch), list(range(len(batch))), matrix)
+
+
+def _first_run(bench: Bench, entry: Entry, ids: list[int]) -> Decoded:
+    batch = [ids] * bench.size
+    short = replace(entry.settings, max_new_tokens=min(FIRST_TOKENS, entry.settings.max_new_tokens))
+    return bench.run(short, batch, list(range(len(batch))), new_matrix(bench.target) if entry.matrix else None)
 
 
 def measure(bench: Bench, prompts: Sequence[Prompt]) -> None:
-    """All timed decoders interleaved over batches of prompts, then the untimed ones in larger batches."""
+    """All timed decoders interleaved over batches of prompts, then the untimed ones in larger batches.
+
+    Where memory runs out, everything is measured again in batches of half the size, so that all figures are of one
+    size; a prompt that does not fit alone is named and left out.
+    """
+    kept, too_long = list(prompts), list(bench.skipped)
+    while (failed := _measure_timed(bench, kept)) is not None:
+        bench.skipped = list(too_long)
+        if len(failed) > 1:
+            bench.shrink(len(failed))
+        else:
+            too_long.append({"id": failed[0].id, "turn": 1, "reason": "out of memory"})
+            print(f"out of memory at batch 1: {failed[0].id} is left out", flush=True)
+            kept.remove(failed[0])
+            bench.skipped = list(too_long)
+        if not kept:
+            raise UserError(f"out of memory: no prompt fits, not even alone. {SMALLER}")
+    for entry in bench.entries:
+        if not entry.timed:
+            measure_tau(bench, entry)
+
+
+def _measure_timed(bench: Bench, prompts: Sequence[Prompt]) -> Sequence[Prompt] | None:
+    """Fill `bench.outcomes`; returns the batch at which memory ran out, if it did."""
     bench.outcomes = {entry.label: [] for entry in bench.entries}
     timed = [entry for entry in bench.entries if entry.timed]
-    size = bench.recipe.eval.batch_size
+    size = bench.size
     columns = (
         TextColumn("evaluating"),
         BarColumn(),
@@ -177,14 +226,13 @@ def measure(bench: Bench, prompts: Sequence[Prompt]) -> None:
         task = progress.add_task("", total=len(prompts), now="")
         for number, start in enumerate(range(0, len(prompts), size)):
             batch = prompts[start : start + size]
-            measure_batch(bench, timed, batch, number)
+            if not attempt(partial(measure_batch, bench, timed, batch, number)):
+                return batch
             progress.update(task, advance=len(batch), now=_so_far(bench, timed[-1].label))
-    for entry in bench.entries:
-        if not entry.timed:
-            measure_tau(bench, entry)
+    return None
 
 
-def measure_batch(bench: Bench, entries: list[Entry], prompts: Sequence[Prompt], number: int) -> None:
+def measure_batch(bench: Bench, entries: list[Entry], prompts: Sequence[Prompt], number: int) -> bool:
     """One batch of prompts through its turns; the order of decoders is rotated by the batch's number."""
     histories: list[list[str]] = [[] for _ in prompts]
     fresh = {e.label: [Outcome(p.id, p.category, number) for p in prompts] for e in entries}
@@ -210,6 +258,7 @@ def measure_batch(bench: Bench, entries: list[Entry], prompts: Sequence[Prompt],
             histories[i].append(bench.target.tokenizer.decode(fresh["ar"][i].outputs[-1], skip_special_tokens=True))
     for label, outcomes in fresh.items():
         bench.outcomes[label] += [outcome for outcome in outcomes if outcome.outputs]
+    return True
 
 
 def measure_tau(bench: Bench, entry: Entry) -> None:
@@ -218,13 +267,14 @@ def measure_tau(bench: Bench, entry: Entry) -> None:
     outcomes = [Outcome(o.id, o.category, o.batch) for o in base]
     work = [(i, turn, ids) for i, o in enumerate(base) for turn, ids in enumerate(o.prompts)]
     work.sort(key=lambda item: (item[1], len(item[2])))  # turns stay in order; rows of a batch are about as long
-    size = UNTIMED_BATCH[bench.target.device.type]
-    for start in range(0, len(work), size):
-        part = work[start : start + size]
+
+    def run(part: Sequence[tuple[int, int, list[int]]]) -> None:
         row_ids = [row_id(base[i].id, turn) for i, turn, _ in part]
         decoded = bench.run(entry.settings, [ids for _, _, ids in part], row_ids, bench.matrix_of(entry))
         for (i, _, ids), row in zip(part, decoded.rows, strict=True):
             outcomes[i].add(ids, row, decoded)
+
+    by_halving(work, UNTIMED_BATCH[bench.target.device.type], run)
     bench.outcomes[entry.label] = outcomes
 
 

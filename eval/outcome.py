@@ -84,6 +84,15 @@ def longest_prompt(target: Target, e: EvalConfig) -> int:
     return min(e.max_prompt, target.max_positions - e.max_new_tokens - SPARE_POSITIONS)
 
 
+def no_room_for_prompts(target: Target, e: EvalConfig) -> str:
+    """What to say where `longest_prompt` is below 1."""
+    most = target.max_positions - SPARE_POSITIONS - 1
+    return (
+        f"eval.max_new_tokens={e.max_new_tokens} leaves no room for a prompt: the target has {target.max_positions} "
+        f"positions. Use eval.max_new_tokens={most // 2} or less (at most {most} for a prompt of one token)"
+    )
+
+
 def warmup_prompts() -> list[Prompt]:
     """Prompts that ship with Espalier to warm the matrix and serve the tuner; they are never measured."""
     return read_file(SHIPPED / "warmup.jsonl")

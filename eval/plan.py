@@ -76,6 +76,15 @@ def plan(recipe: Recipe, tuned: dict[str, Any] | None = None, drafter: bool = Tr
     return entries
 
 
+def batch_sizes(e: EvalConfig) -> list[int]:
+    """Of the sweep, ascending; without one, the one batch size there is."""
+    return sorted(set(e.batch_sizes)) or [e.batch_size]
+
+
+def at_batch(recipe: Recipe, size: int) -> Recipe:
+    return replace(recipe, eval=replace(recipe.eval, batch_size=size))
+
+
 def asked(recipe: Recipe) -> dict[str, Any]:
     """What of the recipe shapes the table beside the tuner's choice: a change of it asks for new tuning."""
     e = recipe.eval

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eval import plots
-from eval.tune import FILE as TUNED_FILE
+from eval import plots, tunings
 from eval.verdict import Table, interval_text, judged, named, times, verdict
 from recipes.files import make_folder, write_json, write_text
 
@@ -35,7 +34,7 @@ def write(tables: list[Table], tuned: dict[str, Any] | None, out: Path) -> None:
     for table in tables:
         write_json(out / f"results-{table['decoder']}.json", table)
     if tuned is not None:
-        write_json(out / TUNED_FILE, tuned)
+        tunings.write_all(out / tunings.FILE, [tuned])
     plots.draw(tables, out / PICTURE)
     write_json(out / "results.json", headline(tables))
     write_text(out / "report.md", page(tables, tuned))
@@ -235,11 +234,21 @@ def method(tables: list[Table], tuned: dict[str, Any] | None) -> list[str]:
     ]
     if tuned:
         lines += tuning_lines(tuned)
-    if t["skipped"]:
-        names = ", ".join(f"{row['id']} turn {row['turn']} ({row['tokens']} tokens)" for row in t["skipped"][:12])
-        lines.append(
-            f"{len(t['skipped'])} turns were longer than {t['skipped'][0]['limit']} tokens and left out: {names}."
-        )
+    return lines + left_out(t)
+
+
+def left_out(t: Table) -> list[str]:
+    """What was asked for and is not in the figures."""
+    lines, long = [], [row for row in t["skipped"] if "limit" in row]
+    if t["out_of_memory"]:
+        tried = ", ".join(map(str, t["out_of_memory"]))
+        lines.append(f"Out of memory at batch {tried}: **measured at {t['settings']['batch_size']}**, which fits.")
+    if long:
+        names = ", ".join(f"{row['id']} turn {row['turn']} ({row['tokens']} tokens)" for row in long[:12])
+        lines.append(f"{len(long)} turns were longer than {long[0]['limit']} tokens and left out: {names}.")
+    if len(long) < len(t["skipped"]):
+        names = ", ".join(row["id"] for row in t["skipped"] if row not in long)
+        lines.append(f"Out of memory even alone, left out: {names}.")
     return lines
 
 

@@ -36,10 +36,11 @@ def build(
             "drafter": drafter_name,
             "decoder": entry.label,
             "shape": describe(entry.settings),
-            "settings": settings_record(entry, bench.recipe.eval.batch_size),
+            "settings": settings_record(entry, bench.size),
             "environment": about,
             **_tables(bench, entry),
             "skipped": bench.skipped,
+            "out_of_memory": bench.no_room,  # batch sizes
             "checks": checks,
             "tuned": tuned is not None,
         }

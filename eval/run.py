@@ -10,7 +10,7 @@ import torch
 from omegaconf import OmegaConf
 
 from data_prep.prompts import Prompt, load_prompts
-from eval import harness, tune
+from eval import harness, tune, tunings
 from eval.outcome import disjoint, warmup_prompts
 from eval.plan import Entry, check_settings, describe, plan, warm_prompts
 from models.eagle3 import Eagle3
@@ -42,7 +42,7 @@ def evaluate(recipe: Recipe, prompts: list[Prompt], out: Path) -> None:
         harness.evaluate(recipe, target, None, prompts, out, load_fp32=lambda: load_exact(recipe))
         return
     target, drafter, folder = load(recipe)
-    tuned = tune.read(folder, recipe, target) if recipe.eval.tune else None
+    tuned = tunings.read(folder, recipe, target) if recipe.eval.tune else None
     if recipe.eval.tune and tuned is None:
         spare = disjoint(warmup_prompts(), prompts)
         tuned = tune.tune(recipe, target, drafter, spare, folder)

@@ -11,29 +11,31 @@ equally many rows. The field shrinks as prompts are added: all candidates, then 
 then a run-off of three. `ar` runs everywhere, and wins when nothing beats it.
 """
 
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from data_prep.prompts import Prompt
+from eval import tunings
 from eval.decode import Decoded, decode_keeping
 from eval.engine import Settings
 from eval.matrix import SuccessorMatrix
-from eval.outcome import STAGES, encode, in_dtype, longest_prompt, new_matrix, row_id
-from eval.plan import asked, describe, settings_of
+from eval.memory import SMALLER, attempt, by_halving
+from eval.outcome import STAGES, encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
+from eval.plan import asked, at_batch, batch_sizes, describe, settings_of
 from eval.results import environment
 from models.eagle3 import Eagle3
 from models.target import Target
 from recipes.cli import entry
-from recipes.files import write_json
 from recipes.schema import DECODERS, Recipe, UserError
 
-FILE = "tuned.json"
 WARM_PROMPTS = 3
 FIRST_TOKENS = 4  # of the first run of each candidate, which compiles, allocates and faults pages in
 # (batches of prompts, tokens each, batches even when the budget is spent): everybody, the best few, the run-off
@@ -153,12 +155,10 @@ def tune(
     prompts_used = min(len(batches), sum(count for count, *_ in ROUNDS))
     print(f"tuning: {len(trials)} settings on {prompts_used} validation prompts or batches, about {budget:.0f} s")
     run = _runner(target, drafter, decode)
-    for trial in trials:
-        run(replace_tokens(trial, FIRST_TOKENS), *batches[0])
+    trials = fitting(trials, run, batches[0])
     finalists = race(trials, batches, run, lambda: (time.perf_counter() - start) / max(budget, 1e-9))
     best = max(finalists, key=lambda trial: trial.speed)
     tuned = {
-        "schema": 1,
         "measured_on": environment(target),
         "target": target.fingerprint,
         "batch_size": recipe.eval.batch_size,
@@ -166,14 +166,29 @@ def tune(
         "asked": asked(recipe),
         "seconds": time.perf_counter() - start,
         "chosen": best.record(),
+        "speculate": best.settings.decoder != "ar",
         "best": best_by_decoder(trials),
         "table": [trial.record() for trial in sorted(trials, key=lambda t: (-len(t.seconds), -t.speed))],
         "cost_curve": cost_curve(trials),
     }
     if folder is not None and os.access(folder, os.W_OK):
-        write_json(folder / FILE, tuned)
-    print(f"tuned in {tuned['seconds']:.0f} s: {best.settings.decoder}, {describe(best.settings)}")
+        tunings.write(folder, tuned)
+    print(f"tuned in {tuned['seconds']:.0f} s for batch {tuned['batch_size']}: {tunings.choice(tuned)}")
     return tuned
+
+
+def fitting(trials: list[Trial], run: Callable[..., Decoded], batch: "Batch") -> list[Trial]:
+    """The trials whose first, short run memory holds; that of `ar` must."""
+    found = []
+    for trial in trials:
+        if attempt(partial(run, replace_tokens(trial, FIRST_TOKENS), *batch)) is not None:
+            found.append(trial)
+        elif trial.settings.decoder == "ar":
+            size = len(batch[0])
+            raise UserError(f"out of memory at batch {size}. {f'Try {size // 2}' if size > 1 else SMALLER}")
+        else:
+            print(f"out of memory: {trial.settings.decoder}, {describe(trial.settings)} is left out")
+    return found
 
 
 def race(
@@ -212,8 +227,7 @@ def measured_grid(
     base = warm_matrix(target, drafter, recipe, warm, decode)
     trials = _trials(settings or candidates(recipe, target.device.type), base)
     run = _runner(target, drafter, decode)
-    for trial in trials:
-        run(replace_tokens(trial, FIRST_TOKENS), *batches[0])
+    trials = fitting(trials, run, batches[0])
     for number, batch in enumerate(batches):
         for trial in rotated(trials, number):
             short = replace_tokens(trial, tokens)
@@ -279,7 +293,11 @@ def warm_matrix(
         settings = settings_of(
             "graft", e, nodes=min(6, e.nodes), depth=min(2, e.depth), max_new_tokens=min(32, e.max_new_tokens)
         )
-        decode(target, drafter, warm, settings, matrix=matrix, row_ids=list(range(len(warm))))
+
+        def run(part: Sequence[list[int]]) -> None:
+            decode(target, drafter, list(part), settings, matrix=matrix, row_ids=list(range(len(part))))
+
+        by_halving(warm, len(warm), run)
     return matrix
 
 
@@ -308,33 +326,6 @@ def rotated(trials: Sequence[Trial], by: int) -> list[Trial]:
 def replace_tokens(trial: Trial, tokens: int) -> Trial:
     """The same candidate asked for fewer tokens; the matrix is shared, the lists are not."""
     return Trial(replace(trial.settings, max_new_tokens=min(tokens, trial.settings.max_new_tokens)), trial.matrix)
-
-
-def read(folder: Path, recipe: Recipe, target: Target) -> dict[str, Any] | None:
-    """tuned.json beside a drafter, if it was measured on a machine and a batch like these; else None, said aloud."""
-    path = folder / FILE
-    if not path.is_file():
-        return None
-    try:
-        tuned: dict[str, Any] = json.loads(path.read_text())
-        then, now = tuned["measured_on"], environment(target)
-        same = ["device", "hardware", "dtype", "threads"]
-        differs = [f"{key} {then[key]} (now {now[key]})" for key in same if then[key] != now[key]]
-        wanted = {
-            "batch_size": recipe.eval.batch_size,
-            "temperature": recipe.eval.temperature,
-            "target": target.fingerprint,
-            "asked": asked(recipe),
-        }
-        differs += [f"{key} {tuned[key]} (now {value})" for key, value in wanted.items() if tuned[key] != value]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} is not a tuned.json of ours ({error}). Delete it; eval.tune=true measures again"
-        ) from error
-    if differs:
-        print(f"{path} is set aside: measured with {', '.join(differs)}")
-        return None
-    return tuned
 
 
 def _trials(settings: Sequence[Settings], base: SuccessorMatrix) -> list[Trial]:
@@ -376,21 +367,30 @@ def _prompts(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> tuple
 
 
 def main(recipe: Recipe) -> None:
-    """`python -m eval.tune recipe=NAME drafter=DIR`: tune, then judge the choice on a measured grid."""
-    from eval.outcome import warmup_prompts
-    from eval.run import load
+    """`python -m eval.tune recipe=NAME drafter=DIR`: tune at each batch size, and judge the choice on a grid."""
+    from eval.run import check_belongs, load
 
+    check_belongs(recipe)
+    if recipe.dry_run:
+        print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
+        sizes = ", ".join(map(str, batch_sizes(recipe.eval)))
+        print(
+            f"tuning takes about {BUDGET_SECONDS:.0f} s, and the grid several times that, at each batch size: {sizes}"
+        )
+        return
     target, drafter, folder = load(recipe)
     prompts = warmup_prompts()
-    tuned = tune(recipe, target, drafter, prompts, folder)
-    grid = measured_grid(recipe, target, drafter, prompts)
-    tuned["grid"] = grid
-    tuned["shortfall"] = shortfall(grid, tuned["chosen"])
-    write_json(folder / FILE, tuned)
-    for row in grid:
-        figures = f"tau {row['tau']:.2f}  {row['ms_per_round']:7.1f} ms  {row['tokens_per_s']:6.1f} tokens/s"
-        print(f"{row['decoder']:6} {row['shape']:50} {figures}")
-    print(f"the choice is {100 * tuned['shortfall']:.1f} % below the best of the grid; written to {folder / FILE}")
+    for size in batch_sizes(recipe.eval):
+        sized = at_batch(recipe, size)
+        tuned = tune(sized, target, drafter, prompts, folder)
+        tuned["grid"] = grid = measured_grid(sized, target, drafter, prompts)
+        tuned["shortfall"] = shortfall(grid, tuned["chosen"])
+        tunings.write(folder, tuned)
+        for row in grid:
+            figures = f"tau {row['tau']:.2f}  {row['ms_per_round']:7.1f} ms  {row['tokens_per_s']:6.1f} tokens/s"
+            print(f"{row['decoder']:6} {row['shape']:50} {figures}")
+        print(f"batch {size}: {tunings.choice(tuned)}; {100 * tuned['shortfall']:.1f} % below the best of the grid")
+    print(f"written to {folder / tunings.FILE}")
 
 
 if __name__ == "__main__":

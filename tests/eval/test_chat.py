@@ -1,7 +1,6 @@
 """Chat: answers are the target's own, streamed whole, coloured by origin; bad turns are refused one by one."""
 
 import io
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,10 +10,12 @@ import pytest
 from rich.console import Console
 
 from data_prep.template import prompt_ids
-from eval import chat
+from eval import chat, tunings
 from eval.chat import Chat
 from eval.decode import Decoded, RowResult, decode
 from eval.engine import Settings
+from eval.plan import asked
+from eval.results import environment
 from models.target import Target
 from recipes.cli import entry
 from recipes.schema import EvalConfig, Recipe, UserError
@@ -126,7 +127,7 @@ def piped(world: World, monkeypatch: pytest.MonkeyPatch, text: str, *extra: str)
 def test_piped_text_is_plain_and_the_end_of_input_ends_it(
     world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    piped(world, monkeypatch, "a b c\n\n" + "fox " * 400 + "\n/what\nd e f\n/reset\na b c\n/quit\nnever asked\n")
+    piped(world, monkeypatch, "a b c\n\n" + "fox " * 900 + "\n/what\nd e f\n/reset\na b c\n/quit\nnever asked\n")
     shown = capsys.readouterr()
     assert "\x1b" not in shown.out
     assert "through graft (4 nodes, depth 2, top-2" in shown.out
@@ -163,24 +164,22 @@ def test_mistakes_are_one_screen_before_weights_load(
 
 
 def test_the_tuners_shape_is_used(world: World, target: Target, capsys: pytest.CaptureFixture[str]) -> None:
-    from eval import tune
-
     recipe = Recipe(recipe="tiny", decoder="graft")
     folder = world.folder / "drafter"
     row = {"depth": 2, "branch": 3, "nodes": 5, "gates": [0.5, 0.5, 0.5], "tokens_per_s": 1.0, "decoder": "graft"}
     about = {
-        "measured_on": tune.environment(target),
+        "measured_on": environment(target),
         "target": target.fingerprint,
         "batch_size": 1,
         "temperature": 0.0,
-        "asked": tune.asked(replace(recipe, decoder="")),
+        "asked": asked(replace(recipe, decoder="")),
         "best": {"graft": row},
         "chosen": row | {"decoder": "ar"},
     }
-    (folder / tune.FILE).write_text(json.dumps(about))
+    tunings.write(folder, about)
     try:
         settings = chat.tuned_settings(recipe, folder, target)
     finally:
-        (folder / tune.FILE).unlink()
+        (folder / tunings.FILE).unlink()
     assert (settings.depth, settings.nodes, settings.gates) == (2, 5, (0.5, 0.5, 0.5))
     assert "plain decoding (decoder=ar) fastest" in capsys.readouterr().out

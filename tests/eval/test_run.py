@@ -1,6 +1,7 @@
 """`eval.run` from the command line: every mistake is one screen and exit code 2, and a run leaves whole results."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,47 @@ def test_a_drafter_for_another_target_is_refused(
     assert "another target" in refused(world, capsys, f"drafter={other}")
     (other / "model.safetensors").unlink()
     assert "no model.safetensors" in refused(world, capsys, f"drafter={other}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 16}, "is for hidden size 16 and vocabulary 320, the target has 32 and 320"),
+        ({"vocab_size": 300}, "is for hidden size 32 and vocabulary 300"),
+        ({"draft_vocab_size": 64}, "d2t must be there exactly when"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_refused(
+    world: World, capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, int], words: str
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(world.folder / "drafter", other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | changes))
+    assert words in refused(world, capsys, f"drafter={other}")
+
+
+@pytest.mark.parametrize("line", ['{"turns": [""]}', '{"turns": []}', '{"prompt": "  "}'])
+def test_an_empty_prompt_is_named(world: World, capsys: pytest.CaptureFixture[str], line: str) -> None:
+    empty = world.folder / "empty.jsonl"
+    empty.write_text('{"id": "a", "turns": ["hi"]}\n' + line)
+    assert "line 2" in refused(world, capsys, f"prompts={empty}")
+
+
+def test_prompts_beyond_the_models_limit_are_named_and_the_others_answered(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixed = world.folder / "mixed.jsonl"
+    lines = [{"id": "long", "turns": ["fox " * 600]}, {"id": "short", "turns": ["a b c"]}]
+    mixed.write_text("\n".join(map(json.dumps, lines)))
+    entry(run.main, world.arguments(f"prompts={mixed}", "decoder=chain", "eval.lossless=-1"))
+    result = json.loads((world.folder / "out" / "results.json").read_text())
+    assert [row["id"] for row in result["per_prompt"]] == ["short"]
+    assert [(row["id"], row["limit"]) for row in result["skipped"]] == [("long", 512 - 10 - 16)]
+    mixed.write_text(json.dumps(lines[0]))
+    assert "every prompt is longer than 486 tokens" in refused(world, capsys, f"prompts={mixed}")
+    too_much = refused(world, capsys, "eval.max_new_tokens=600")
+    assert "eval.max_new_tokens=600 leaves no room for a prompt: the target has 512 positions" in too_much
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(
