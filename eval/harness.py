@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from data_prep.loops import is_loop
 from data_prep.prompts import Prompt
-from eval import lossless, report, results, tune
+from eval import lossless, picture, report, results, tune
 from eval.decode import Decoded, RowResult, decode_keeping
 from eval.engine import Settings
 from eval.matrix import SuccessorMatrix
@@ -92,13 +92,16 @@ def evaluate(
     drafter_name: str = "",
     load_fp32: Callable[[], Target] | None = None,
     decode: Decode | None = None,
+    sizes: Sequence[dict[str, Any]] = (),
+    draws_tree: bool = False,
 ) -> list[dict[str, Any]]:
     """Run every decoder of the recipe on `prompts`; returns one results.json dict a decoder, `ar` first.
 
     `warmup` prompts (default: some that ship with Espalier) warm the matrix and serve the tuner; those that are also
     measured are left out. `tuned` is a tuned.json; with eval.tune and none given, tuning comes first. With `out`, the
     results, report.md, plots and tuned.json are written there. `load_fp32` gives the target in float32, for the
-    lossless check of a run in another dtype.
+    lossless check of a run in another dtype. `sizes` (of eval.sweep) and, with `draws_tree`, the picture of one round's
+    tree go into the report.
     """
     check_settings(recipe)
     decode = decode or decode_keeping()
@@ -123,7 +126,7 @@ def evaluate(
         checks = lossless.check(bench, load_fp32)
     tables = results.build(bench, checks, tuned, drafter_name)
     if out is not None:
-        report.write(tables, tuned, out)
+        report.write(tables, tuned, out, sizes, picture.sketch(bench) if draws_tree else None)
     report.summary(tables, out)
     return tables
 

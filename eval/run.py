@@ -10,9 +10,9 @@ import torch
 from omegaconf import OmegaConf
 
 from data_prep.prompts import Prompt, load_prompts
-from eval import harness, tune, tunings
+from eval import harness, sweep, tune, tunings
 from eval.outcome import disjoint, warmup_prompts
-from eval.plan import Entry, check_settings, describe, plan, warm_prompts
+from eval.plan import Entry, batch_sizes, check_settings, describe, plan, warm_prompts
 from models.eagle3 import Eagle3
 from models.layouts import check_drafter, load_drafter, read_provenance
 from models.source import resolve
@@ -39,13 +39,15 @@ def main(recipe: Recipe) -> None:
 def evaluate(recipe: Recipe, prompts: list[Prompt], out: Path) -> None:
     if not needs_drafter(recipe):
         target = load_eval_target(recipe)
-        harness.evaluate(recipe, target, None, prompts, out, load_fp32=lambda: load_exact(recipe))
+        sizes = sweep.sweep(recipe, target, None, prompts) if recipe.eval.batch_sizes else []
+        harness.evaluate(recipe, target, None, prompts, out, load_fp32=lambda: load_exact(recipe), sizes=sizes)
         return
     target, drafter, folder = load(recipe)
     tuned = tunings.read(folder, recipe, target) if recipe.eval.tune else None
     if recipe.eval.tune and tuned is None:
         spare = disjoint(warmup_prompts(), prompts)
         tuned = tune.tune(recipe, target, drafter, spare, folder)
+    sizes = sweep.sweep(recipe, target, drafter, prompts, folder) if recipe.eval.batch_sizes else []
     harness.evaluate(
         recipe,
         target,
@@ -55,6 +57,8 @@ def evaluate(recipe: Recipe, prompts: list[Prompt], out: Path) -> None:
         tuned=tuned,
         drafter_name=str(folder),
         load_fp32=lambda: load_exact(recipe),
+        sizes=sizes,
+        draws_tree=True,
     )
 
 
@@ -146,6 +150,9 @@ def cost(recipe: Recipe, prompts: list[Prompt], entries: list[Entry]) -> str:
     lines = [f"{len(prompts)} prompts, {turns} turns, max_new_tokens {limit}: {most}"]
     for row in entries:
         lines.append(f"  {row.label}: {describe(row.settings)}{f', matrix {row.matrix}' if row.matrix else ''}")
+    if recipe.eval.batch_sizes:
+        sizes = ", ".join(map(str, batch_sizes(recipe.eval)))
+        lines.append(f"  and first turns at batch {sizes}: every decoder, and ar, at each size")
     if recipe.eval.tune:
         seconds = f"about {tune.BUDGET_SECONDS:.0f} s"
         lines.append(f"  settings are tuned first ({seconds}) unless the drafter carries a tuned.json of this machine")
