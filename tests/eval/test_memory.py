@@ -44,7 +44,7 @@ def test_only_want_of_memory_is_caught() -> None:
         attempt(lambda: fails(RuntimeError("shapes differ")))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(1, 9), max_size=20), st.integers(1, 30), st.integers(1, 40))
 def test_every_item_is_run_once_in_order_or_the_one_that_cannot_be_is_refused(
     items: list[int], size: int, room: int

@@ -43,6 +43,8 @@ def refused(world: World, capsys: pytest.CaptureFixture[str], *extra: str) -> st
         ("drafter=nowhere", "drafter=nowhere: no such folder"),
         ("eval.repetition_penalty=1.1", "'eval.repetition_penalty' is refused"),
         ("eval.dtype=int8", "eval.dtype='int8'"),
+        ("eval.batch_size=0", "eval.batch_size=0: must be 1 or more"),
+        ("eval.batch_sizes=[1,0]", "eval.batch_sizes=[1, 0]: must be numbers of 1 or more"),
     ],
 )
 def test_mistakes_are_refused_before_weights_load(
@@ -150,6 +152,17 @@ def test_tuned_settings_are_kept_beside_the_drafter_and_used_again(
     entry(run.main, world.arguments("eval.tune=true", "eval.limit=2"))
     assert "tuned in" not in capsys.readouterr().out
     assert "measured cost curve" in (world.folder / "out" / "report.md").read_text()
+
+
+def test_a_sweep_and_the_picture_of_a_tree_are_in_the_report(world: World) -> None:
+    entry(run.main, world.arguments("eval.batch_sizes=[1,3]", "eval.lossless=-1"))
+    out = world.folder / "out"
+    sizes = json.loads((out / "batches.json").read_text())["sizes"]
+    assert [size["batch_size"] for size in sizes] == [1, 3]
+    assert set(sizes[1]["decoders"]) == {"ar", "chain", "eagle", "graft", "graft-cold"}
+    page = (out / "report.md").read_text()
+    assert "## By batch size" in page and "(tree.png)" in page
+    assert (out / "tree.png").is_file()
 
 
 def test_sampling_and_batches_run(world: World) -> None:
