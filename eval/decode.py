@@ -119,6 +119,6 @@ def decode(
     return Decoded(rows, clock.settle(), seconds, rounds)
 
 
-def decode_keeping() -> Callable[..., Decoded]:
-    """`decode` with engines of its own, for many calls."""
-    return partial(decode, engines=Engines())
+def decode_keeping(longest: int = 0) -> Callable[..., Decoded]:
+    """`decode` with engines of its own, for many calls on prompts of at most `longest` tokens (more make it slower)."""
+    return partial(decode, engines=Engines(longest=longest))

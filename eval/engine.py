@@ -329,16 +329,17 @@ class Engines:
     """Engines kept from call to call, since capturing a round takes longer than decoding a short answer. Those of one
     target and number of rows share their caches."""
 
-    def __init__(self, fixed: bool | None = None) -> None:
-        """`fixed`: whether shapes are; they are on a GPU."""
-        self._fixed = fixed
+    def __init__(self, fixed: bool | None = None, longest: int = 0) -> None:
+        """`fixed`: whether shapes are; they are on a GPU. Caches have room for prompts of `longest` tokens from the
+        start, so that no longer one makes them grow, and every step be captured anew, while the clock runs."""
+        self._fixed, self._longest = fixed, longest
         self._engines: dict[tuple[Target, Eagle3 | None, int, Settings], Engine] = {}
         self._caches: dict[tuple[Target, int], KVCache] = {}
         self._drafting: dict[tuple[Target, Eagle3, int], EagleDrafting] = {}
 
     def get(self, target: Target, drafter: Eagle3 | None, settings: Settings, rows: int, longest: int) -> Engine:
         """An engine for `rows` prompts of at most `longest` tokens."""
-        need = longest + settings.max_new_tokens + settings.room + 1
+        need = max(longest, self._longest) + settings.max_new_tokens + settings.room + 1
         cache = self._caches.get((target, rows))
         if cache is None or cache.capacity < need:
             grown = 0 if cache is None else min(2 * cache.capacity, target.max_positions + settings.room)

@@ -35,7 +35,7 @@ from recipes.schema import Recipe, UserError
 
 Decode = Callable[..., Decoded]
 UNTIMED_BATCH = {"cpu": 16, "cuda": 64}  # rows of a batch where only tau is wanted
-FIRST_TOKENS = 16  # of the untimed first run of each decoder
+FIRST_TOKENS = {"cpu": 16, "cuda": 96}  # of the untimed first run of each decoder, in which a GPU's steps are captured
 
 
 @dataclass
@@ -87,7 +87,7 @@ def evaluate(
     lossless check of a run in another dtype.
     """
     check_settings(recipe)
-    decode = decode or decode_keeping()
+    decode = decode or decode_keeping(longest_conversation(recipe, target, prompts))
     drafter = in_dtype(drafter, target.dtype) if drafter is not None else None
     if not prompts:
         raise UserError("no prompts to evaluate. Give prompts=FILE.jsonl with at least one line")
@@ -110,6 +110,15 @@ def evaluate(
         report.write(tables, tuned, out)
     report.summary(tables, out)
     return tables
+
+
+def longest_conversation(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> int:
+    """Tokens of the longest last prompt, at most: every turn's question and a full answer to all but the last."""
+    answers = recipe.eval.max_new_tokens
+    lengths = [
+        len(encode(target, recipe, p, [""] * (len(p.turns) - 1))) + answers * (len(p.turns) - 1) for p in prompts
+    ]
+    return min(longest_prompt(target, recipe.eval), max(lengths))
 
 
 def validation_tau(
@@ -154,10 +163,11 @@ def warm_up(bench: Bench, spare: Sequence[Prompt]) -> None:
             batch = encoded[: warm_prompts(entry.matrix)]
             if batch:
                 bench.run(entry.settings, batch, list(range(len(batch))), matrix)
+    first = FIRST_TOKENS[bench.target.device.type]
     for entry in bench.entries:
         if entry.timed and encoded:
             batch = [encoded[-1]] * bench.recipe.eval.batch_size
-            short = replace(entry.settings, max_new_tokens=min(FIRST_TOKENS, entry.settings.max_new_tokens))
+            short = replace(entry.settings, max_new_tokens=min(first, entry.settings.max_new_tokens))
             bench.run(short, batch, list(range(len(batch))), new_matrix(bench.target) if entry.matrix else None)
 
 

@@ -39,6 +39,7 @@ FIRST_TOKENS = 4  # of the first run of each candidate, which compiles, allocate
 # (batches of prompts, tokens each, batches even when the budget is spent): everybody, the best few, the run-off
 ROUNDS = ((3, 16, 2), (4, 32, 0), (6, 40, 3))
 FEW, FINALISTS = 6, 3
+GRID_BATCHES = 8  # of prompts, on which all candidates are measured when the choice is judged
 BUDGET_SECONDS = 60.0
 SCREENING = 0.6  # share of the budget for the first round
 HOPELESS = (0.6, 0.75)  # share of the best speed below which a setting drops out after one prompt, and after more
@@ -202,11 +203,11 @@ def measured_grid(
     drafter: Eagle3,
     prompts: Sequence[Prompt],
     *,
-    tokens: int = 48,
+    tokens: int = 32,
     decode: Callable[..., Decoded] | None = None,
     settings: Sequence[Settings] | None = None,
 ) -> list[dict[str, Any]]:
-    """Every candidate on every prompt, interleaved: what the tuner's choice is judged against. Fastest first."""
+    """Every candidate on the same prompts, interleaved: what the tuner's choice is judged against. Fastest first."""
     drafter, decode = in_dtype(drafter, target.dtype), decode or decode_keeping()
     warm, batches = _prompts(recipe, target, prompts)
     base = warm_matrix(target, drafter, recipe, warm, decode)
@@ -214,7 +215,7 @@ def measured_grid(
     run = _runner(target, drafter, decode)
     for trial in trials:
         run(replace_tokens(trial, FIRST_TOKENS), *batches[0])
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(batches[:GRID_BATCHES]):
         for trial in rotated(trials, number):
             short = replace_tokens(trial, tokens)
             trial.add(run(short, *batch), short.settings.max_new_tokens)
