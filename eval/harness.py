@@ -15,7 +15,6 @@ from data_prep.loops import is_loop
 from data_prep.prompts import Prompt
 from eval import lossless, report, results, tune
 from eval.decode import Decoded, RowResult, decode_keeping
-from eval.engine import Settings
 from eval.matrix import SuccessorMatrix
 from eval.outcome import (
     Outcome,
@@ -29,6 +28,7 @@ from eval.outcome import (
     warmup_prompts,
 )
 from eval.plan import Entry, check_settings, describe, plan, settings_of, warm_prompts
+from eval.settings import Settings
 from models.eagle3 import Eagle3
 from models.target import Target
 from recipes.schema import Recipe, UserError
@@ -58,7 +58,7 @@ class Bench:
     def run(
         self, settings: Settings, batch: list[list[int]], row_ids: list[int], matrix: SuccessorMatrix | None
     ) -> Decoded:
-        drafter = None if settings.decoder == "ar" else self.drafter
+        drafter = self.drafter if settings.drafts else None
         return self.decode(self.target, drafter, batch, settings, matrix=matrix, row_ids=row_ids)
 
     def matrix_of(self, entry: Entry) -> SuccessorMatrix | None:

@@ -4,13 +4,13 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from eval.engine import Settings
-from recipes.schema import DECODERS, EvalConfig, Recipe, UserError, validate
+from eval.settings import LINES, Settings
+from recipes.schema import DECODERS, DRAFTED, EvalConfig, Recipe, UserError, validate
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the table: a decoder with its settings, and for `graft` the state its successor matrix starts from."""
+    """One row of the table: a decoder with its settings, and the state that its matrix, if any, starts from."""
 
     label: str
     settings: Settings
@@ -36,9 +36,13 @@ def warm_prompts(matrix: str) -> int:
     return int(found[1])
 
 
+DEPTHS = {"lookup": 10, "suffix": 40, "talon": 16}  # as published; TALON's has no cap, ours is the schema's
+
+
 def settings_of(decoder: str, e: EvalConfig, **changes: Any) -> Settings:
-    """The recipe's settings for one decoder; a chain is a tree without branches."""
-    depth = e.chain_length if decoder == "chain" else e.depth
+    """The recipe's settings for one decoder; a line is a tree without branches."""
+    depth = e.chain_length if decoder == "chain" else DEPTHS.get(decoder, e.depth)
+    line = decoder in LINES
     settings = Settings(
         decoder=decoder,
         max_new_tokens=e.max_new_tokens,
@@ -47,8 +51,8 @@ def settings_of(decoder: str, e: EvalConfig, **changes: Any) -> Settings:
         top_k=e.top_k,
         seed=e.seed,
         depth=depth,
-        branch=1 if decoder == "chain" else e.branch,
-        nodes=depth if decoder == "chain" else e.nodes,
+        branch=1 if line else e.branch,
+        nodes=depth if line else e.nodes,
         gates=tuple(e.gates),
     )
     return replace(settings, **changes)
@@ -63,12 +67,12 @@ def plan(recipe: Recipe, tuned: dict[str, Any] | None = None, drafter: bool = Tr
     check_settings(recipe)
     e = recipe.eval
     names = [recipe.decoder] if recipe.decoder else list(dict.fromkeys(e.decoders))
-    names = [name for name in DECODERS if (name in names and drafter) or name == "ar"]
+    names = [name for name in DECODERS if (name in names and (drafter or name not in DRAFTED)) or name == "ar"]
     shapes = tuned_shapes(tuned) if tuned else {}
     entries = []
     for name in names:
         settings = settings_of(name, e, **shapes.get(name, {}))
-        entries.append(Entry(name, settings, matrix=e.matrix if name == "graft" else ""))
+        entries.append(Entry(name, settings, matrix=e.matrix if settings.remembers else ""))
         if name == "chain" and settings.depth != e.chain_length:
             entries.append(Entry(f"chain-{e.chain_length}", settings_of(name, e), timed=False))
         if name == "graft" and e.matrix != "cold":
@@ -90,6 +94,7 @@ def tuned_shapes(tuned: dict[str, Any]) -> dict[str, dict[str, Any]]:
     shapes = {name: {"depth": b["depth"], "branch": b["branch"], "nodes": b["nodes"]} for name, b in best.items()}
     if "graft" in best:
         shapes["graft"]["gates"] = tuple(best["graft"]["gates"])
+        shapes["prune"] = shapes["graft"]
     if "eagle" in best and "graft" in best:
         leader, other = (
             ("graft", "eagle") if best["graft"]["tokens_per_s"] >= best["eagle"]["tokens_per_s"] else ("eagle", "graft")
@@ -105,8 +110,14 @@ def describe(settings: Settings) -> str:
         return "one token a step"
     if settings.decoder == "chain":
         return f"{settings.depth} draft{'s' if settings.depth > 1 else ''} in a row"
+    if settings.decoder in LINES:
+        return f"at most {settings.depth} copied tokens in a row"
+    if settings.decoder == "recycle":
+        return f"{settings.nodes} retrieved nodes"
+    if settings.decoder == "talon":
+        return f"{settings.nodes} nodes, depth at most {settings.depth}, top-{settings.branch}"
     shape = f"{settings.nodes} nodes, depth {settings.depth}, top-{settings.branch}"
-    if settings.decoder == "graft":
+    if settings.decoder in ("prune", "graft"):
         shape += ", gates " + "/".join(f"{gate:g}" for gate in settings.gates)
     return shape
 

@@ -19,7 +19,7 @@ from models.source import resolve
 from models.target import Target, choose_device, choose_dtype, load_target
 from recipes.cli import entry
 from recipes.files import output_folder, run_folder
-from recipes.schema import Recipe, UserError
+from recipes.schema import DRAFTED, Recipe, UserError
 
 # what generation configs may ask for and a tree of drafts cannot honour losslessly without knowing the path's history
 NOT_APPLIED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "min_p": None}
@@ -112,7 +112,7 @@ def dtype_name(recipe: Recipe) -> str:
 
 
 def needs_drafter(recipe: Recipe) -> bool:
-    return any(name != "ar" for name in ([recipe.decoder] if recipe.decoder else recipe.eval.decoders))
+    return any(name in DRAFTED for name in ([recipe.decoder] if recipe.decoder else recipe.eval.decoders))
 
 
 def drafter_folder(recipe: Recipe) -> Path:

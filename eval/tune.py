@@ -22,11 +22,11 @@ from typing import Any
 
 from data_prep.prompts import Prompt
 from eval.decode import Decoded, decode_keeping
-from eval.engine import Settings
 from eval.matrix import SuccessorMatrix
 from eval.outcome import STAGES, encode, in_dtype, longest_prompt, new_matrix, row_id
 from eval.plan import asked, describe, settings_of
 from eval.results import environment
+from eval.settings import Settings
 from models.eagle3 import Eagle3
 from models.target import Target
 from recipes.cli import entry
@@ -348,7 +348,7 @@ Batch = tuple[list[list[int]], list[int]]  # prompts of one call, and their row 
 
 def _runner(target: Target, drafter: Eagle3, decode: Callable[..., Decoded]) -> Callable[..., Decoded]:
     def run(trial: Trial, batch: list[list[int]], row_ids: list[int]) -> Decoded:
-        helper = None if trial.settings.decoder == "ar" else drafter
+        helper = drafter if trial.settings.drafts else None
         return decode(target, helper, batch, trial.settings, matrix=trial.matrix, row_ids=row_ids)
 
     return run

@@ -14,7 +14,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from eval.decode import decode
-from eval.engine import Engines, Settings
+from eval.engine import Engines
+from eval.settings import Settings
 from models.target import Target, load_target
 from recipes.schema import TargetConfig
 from tests.tiny import tiny_drafter, tiny_model_folder

@@ -10,8 +10,8 @@ import pytest
 from data_prep.prompts import Prompt
 from eval import harness
 from eval.decode import RowResult
-from eval.engine import Settings
 from eval.plan import check_settings, plan
+from eval.settings import Settings
 from models.target import Target
 from recipes.schema import Recipe, UserError
 from tests.eval.fakes import FakeDecode, FakeTarget, fake_drafter, fake_prompts, fake_recipe
