@@ -14,7 +14,7 @@ from torch import Tensor
 from eval.copying import Lookup, Suffix
 from eval.drafting import GATE_DEPTHS, UNGATED, EagleDrafting, draft_budgets, rerank
 from eval.matrix import SuccessorMatrix, graft, retrieve, template
-from eval.settings import Settings
+from eval.settings import GATED, Settings
 from eval.talon import talon
 from eval.tree import RETRIEVAL, DraftTree, compact, root_only
 from models.capture import Steps
@@ -66,8 +66,7 @@ class Drafted(Proposer):
         self.drafting: EagleDrafting = drafting
         self.line = settings.decoder == "chain"
         self.branch = 1 if self.line else settings.branch
-        gated = settings.decoder in ("prune", "graft")
-        depths = GATE_DEPTHS if gated else ()
+        depths = GATE_DEPTHS if settings.decoder in GATED else ()
         self.gates = tuple(g for g, d in zip(settings.gates, depths, strict=False) if d <= settings.depth)
         self.kept = draft_budgets(settings.most)
         self.budgets = torch.tensor(self.kept, device=roots_B.device)
@@ -102,11 +101,11 @@ class Grafted(Drafted):
 
     def propose(self, steps: Steps, clock: Laps) -> Proposal:
         pruned = super().propose(steps, clock)
-        tree = steps.run(("graft", pruned.place), lambda: self._fill(pruned.tree, pruned.stage))
+        tree = steps.run(("graft", pruned.place), lambda: self.fill(pruned.tree, pruned.stage))
         clock.lap("retrieve")
         return Proposal(tree, self.stage, self.merged)
 
-    def _fill(self, tree: DraftTree, stage_B: Tensor) -> DraftTree:
+    def fill(self, tree: DraftTree, stage_B: Tensor) -> DraftTree:
         """Fixed or not, stages and merged counts lie in one place; a fixed tree too."""
         merged = torch.zeros_like(self.merged)
         if self.shape.paths and (self.fixed or bool((stage_B != UNGATED).any())):

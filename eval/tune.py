@@ -244,9 +244,8 @@ def candidates(recipe: Recipe, device: str) -> list[Settings]:
     for name in ("eagle", "graft"):
         if name in names:
             found += [settings_of(name, e, nodes=n, depth=d, branch=min(e.branch, n)) for n, d in shapes]
-    higher = tuple(min(0.9, HIGHER_GATES * gate) for gate in e.gates)
     roomy = [s for s in found if s.decoder == "graft" and s.depth > 1 and s.nodes > 3]
-    return found + [replace(s, gates=higher) for s in roomy if any(e.gates)]
+    return found + [replace(s, gates=tuple(min(0.9, HIGHER_GATES * g) for g in s.gates)) for s in roomy if any(s.gates)]
 
 
 def verified_rows(settings: Settings) -> int:
