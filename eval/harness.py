@@ -15,8 +15,8 @@ from data_prep.loops import is_loop
 from data_prep.prompts import Prompt
 from eval import lossless, report, results, tune
 from eval.decode import Decoded, RowResult, decode_keeping
-from eval.engine import Settings
 from eval.matrix import SuccessorMatrix
+from eval.matrix_file import starting_matrix
 from eval.outcome import (
     Outcome,
     disjoint,
@@ -29,6 +29,7 @@ from eval.outcome import (
     warmup_prompts,
 )
 from eval.plan import Entry, check_settings, describe, plan, settings_of, warm_prompts
+from eval.settings import Settings
 from models.eagle3 import Eagle3
 from models.target import Target
 from recipes.schema import Recipe, UserError
@@ -58,7 +59,7 @@ class Bench:
     def run(
         self, settings: Settings, batch: list[list[int]], row_ids: list[int], matrix: SuccessorMatrix | None
     ) -> Decoded:
-        drafter = None if settings.decoder == "ar" else self.drafter
+        drafter = self.drafter if settings.drafts else None
         return self.decode(self.target, drafter, batch, settings, matrix=matrix, row_ids=row_ids)
 
     def matrix_of(self, entry: Entry) -> SuccessorMatrix | None:
@@ -75,6 +76,7 @@ def evaluate(
     *,
     warmup: Sequence[Prompt] | None = None,
     tuned: dict[str, Any] | None = None,
+    calibrated: dict[str, Any] | None = None,
     drafter_name: str = "",
     load_fp32: Callable[[], Target] | None = None,
     decode: Decode | None = None,
@@ -82,9 +84,9 @@ def evaluate(
     """Run every decoder of the recipe on `prompts`; returns one results.json dict a decoder, `ar` first.
 
     `warmup` prompts (default: some that ship with Espalier) warm the matrix and serve the tuner; those that are also
-    measured are left out. `tuned` is a tuned.json; with eval.tune and none given, tuning comes first. With `out`, the
-    results, report.md, plots and tuned.json are written there. `load_fp32` gives the target in float32, for the
-    lossless check of a run in another dtype.
+    measured are left out. `tuned` is a tuned.json; with eval.tune and none given, tuning comes first. `calibrated` is
+    what `eval.calibrated` read. With `out`, the results, report.md, plots and tuned.json are written there. `load_fp32`
+    gives the target in float32, for the lossless check of a run in another dtype.
     """
     check_settings(recipe)
     decode = decode or decode_keeping(longest_conversation(recipe, target, prompts))
@@ -96,7 +98,7 @@ def evaluate(
         if recipe.eval.tune and tuned is None and drafter is not None:
             beside = Path(drafter_name) if drafter_name else None
             tuned = tune.tune(recipe, target, drafter, spare, beside, decode=decode)
-        bench = Bench(recipe, target, drafter, plan(recipe, tuned, drafter is not None), decode)
+        bench = Bench(recipe, target, drafter, plan(recipe, tuned, drafter is not None, calibrated), decode)
         announce(bench, len(prompts))
         if all(len(encode(target, recipe, prompt)) > bench.limit for prompt in prompts):
             longest = f"every prompt is longer than {bench.limit} tokens"
@@ -159,7 +161,9 @@ def warm_up(bench: Bench, spare: Sequence[Prompt]) -> None:
         raise UserError(f"eval.matrix asks for {wanted} warm-up prompts, {at_hand}. Use warm-{len(encoded)} or carried")
     for entry in bench.entries:
         if entry.matrix and entry.matrix != "cold":
-            bench.matrices[entry.label] = matrix = new_matrix(bench.target)
+            t = bench.target
+            matrix = starting_matrix(entry.matrix, t.vocab_size, t.device, t.fingerprint)
+            bench.matrices[entry.label] = matrix
             batch = encoded[: warm_prompts(entry.matrix)]
             if batch:
                 bench.run(entry.settings, batch, list(range(len(batch))), matrix)

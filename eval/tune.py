@@ -22,11 +22,11 @@ from typing import Any
 
 from data_prep.prompts import Prompt
 from eval.decode import Decoded, decode_keeping
-from eval.engine import Settings
 from eval.matrix import SuccessorMatrix
 from eval.outcome import STAGES, encode, in_dtype, longest_prompt, new_matrix, row_id
 from eval.plan import asked, describe, settings_of
 from eval.results import environment
+from eval.settings import Settings
 from models.eagle3 import Eagle3
 from models.target import Target
 from recipes.cli import entry
@@ -245,9 +245,8 @@ def candidates(recipe: Recipe, device: str) -> list[Settings]:
     for name in ("eagle", "graft"):
         if name in names:
             found += [settings_of(name, e, nodes=n, depth=d, branch=min(e.branch, n)) for n, d in shapes]
-    higher = tuple(min(0.9, HIGHER_GATES * gate) for gate in e.gates)
     roomy = [s for s in found if s.decoder == "graft" and s.depth > 1 and s.nodes > 3]
-    return found + [replace(s, gates=higher) for s in roomy if any(e.gates)]
+    return found + [replace(s, gates=tuple(min(0.9, HIGHER_GATES * g) for g in s.gates)) for s in roomy if any(s.gates)]
 
 
 def verified_rows(settings: Settings) -> int:
@@ -349,7 +348,7 @@ Batch = tuple[list[list[int]], list[int]]  # prompts of one call, and their row 
 
 def _runner(target: Target, drafter: Eagle3, decode: Callable[..., Decoded]) -> Callable[..., Decoded]:
     def run(trial: Trial, batch: list[list[int]], row_ids: list[int]) -> Decoded:
-        helper = None if trial.settings.decoder == "ar" else drafter
+        helper = drafter if trial.settings.drafts else None
         return decode(target, helper, batch, trial.settings, matrix=trial.matrix, row_ids=row_ids)
 
     return run
