@@ -97,7 +97,7 @@ class TrainConfig:
     max_steps: int = 0  # optimiser steps; 0 = as the epochs say
     batch_tokens: int = 16384  # an optimiser step, over all ranks and micro-batches
     micro_batch_tokens: int = 8192  # at most, in a forward on one rank; rows are packed to it whole, without padding
-    keep_features_mb: int = 1024  # of the target's features, kept over the epochs in memory; on a CPU only
+    keep_features_mb: int = 1024  # of the target's features, kept over the epochs in memory; on a CPU only; 0 = none
     learning_rate: float = 1e-4
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.0
