@@ -19,17 +19,17 @@ from tokenizers.decoders import DecodeStream
 from data_prep.template import Message, prompt_ids
 from eval import tunings
 from eval.decode import Decoded, RowResult, decode_keeping
-from eval.engine import Settings
 from eval.matrix import SuccessorMatrix
 from eval.memory import SMALLER, attempt
 from eval.outcome import in_dtype, longest_prompt, new_matrix, no_room_for_prompts
 from eval.plan import check_settings, describe, settings_of, tuned_shapes
-from eval.run import check_belongs, drafter_folder, load, load_eval_target
+from eval.run import check_belongs, drafter_folder, load, load_eval_target, with_calibrated_gates
+from eval.settings import Settings
 from models.eagle3 import Eagle3
 from models.source import resolve
 from models.target import Target
 from recipes.cli import entry
-from recipes.schema import Recipe, UserError
+from recipes.schema import DRAFTED, Recipe, UserError
 
 STYLES = {"drafter": "green", "retrieval": "magenta", "bonus": ""}
 HELP = "/reset forgets the conversation, /quit ends it"
@@ -51,7 +51,7 @@ class Chat:
 
     def reset(self) -> None:
         self.messages: list[Message] = []
-        self._matrix: SuccessorMatrix | None = new_matrix(self.target) if self.settings.decoder == "graft" else None
+        self._matrix: SuccessorMatrix | None = new_matrix(self.target) if self.settings.remembers else None
 
     def answer(self, question: str, show: Show) -> Decoded:
         """The target's answer, shown as it grows. Raises UserError for a question that it cannot take; what was said
@@ -171,6 +171,7 @@ def choose(recipe: Recipe) -> Recipe:
 
 def tuned_settings(recipe: Recipe, folder: Path, target: Target) -> Settings:
     """The decoder's settings, in the tuner's shape where a tuned.json of this machine lies beside the drafter."""
+    recipe = with_calibrated_gates(recipe)
     tuned = tunings.read(folder, replace(recipe, decoder=""), target)
     if tuned is None:
         return settings_of(recipe.decoder, recipe.eval)
@@ -182,7 +183,7 @@ def tuned_settings(recipe: Recipe, folder: Path, target: Target) -> Settings:
 def main(recipe: Recipe) -> None:
     check_settings(recipe)
     recipe = choose(recipe)
-    if recipe.decoder != "ar":
+    if recipe.decoder in DRAFTED:
         check_belongs(recipe)
     elif not recipe.dry_run:
         resolve(recipe.target)
@@ -190,11 +191,11 @@ def main(recipe: Recipe) -> None:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         print(f"a conversation through {recipe.decoder}: {describe(settings_of(recipe.decoder, recipe.eval))}")
         return
-    if recipe.decoder == "ar":
-        target, drafter, settings = load_eval_target(recipe), None, settings_of("ar", recipe.eval)
-    else:
+    if recipe.decoder in DRAFTED:
         target, drafter, folder = load(recipe)
         settings = tuned_settings(recipe, folder, target)
+    else:
+        target, drafter, settings = load_eval_target(recipe), None, settings_of(recipe.decoder, recipe.eval)
     console = Console()
     about = f"{recipe.target.path} through {settings.decoder} ({describe(settings)}). {HELP}"
     console.print(about, highlight=False, markup=False, soft_wrap=True)

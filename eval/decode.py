@@ -1,7 +1,6 @@
 """The decoding loop around one target: propose a tree, verify it in one forward, accept a path, commit.
 
-`ar` proposes nothing, `chain` and `eagle` draft, `graft` drafts behind gates and fills freed places by retrieval:
-one loop.
+What is proposed differs from decoder to decoder (`eval.proposing`); the loop does not.
 B rows, N nodes, D path positions, T prompt positions, C tap width, V vocabulary.
 """
 
@@ -11,14 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from eval.engine import Clock, Engines, Facts, Settings
+from eval.engine import Clock, Engines, Facts
 from eval.matrix import SuccessorMatrix
 from eval.memory import ran_out
+from eval.settings import Settings
 from eval.tree import RETRIEVAL
 from models.eagle3 import Eagle3
 from models.target import Target
 
-DECODERS = ("ar", "chain", "eagle", "graft")
 STAGES = ("d0", "d1", "d5", "none")
 
 
@@ -52,7 +51,7 @@ class Decoded:
     rounds_total: int
 
 
-def record(row: RowResult, facts: Facts, ends: frozenset[int], limit: int, graft: bool) -> None:
+def record(row: RowResult, facts: Facts, ends: frozenset[int], limit: int) -> None:
     """Book one round of a row that is not done: its tokens up to an end token or the limit, and the counts."""
     emitted = 0
     for token in facts.said:
@@ -69,9 +68,8 @@ def record(row: RowResult, facts: Facts, ends: frozenset[int], limit: int, graft
     row.origins += ["bonus"] * (emitted - kept)
     row.sources["retrieval"] += from_matrix
     row.sources["drafter"] += kept - from_matrix
-    if graft:
-        row.stages[STAGES[facts.stage]] += 1
-        row.merged += facts.merged
+    row.stages[STAGES[facts.stage]] += 1
+    row.merged += facts.merged
 
 
 def _book(row: RowResult, kept: int, emitted: int, drafted: int, cut: bool) -> None:
@@ -99,10 +97,10 @@ def decode(
     engines: Engines | None = None,
     watch: Callable[[list[RowResult]], None] | None = None,
 ) -> Decoded:
-    """Decode a batch of prompts (token ids, ragged). `matrix` is carried: Graft reads and updates it in place; without
-    one it starts cold. `row_ids` name the rows' noise at T > 0, so that an output does not depend on its batch.
-    `engines` keeps what is allocated and captured for the next call; `watch` sees the rows after prefill and after each
-    round."""
+    """Decode a batch of prompts (token ids, ragged). `matrix` is carried: `graft` and `recycle` read and update it in
+    place; without one they start cold. `row_ids` name the rows' noise at T > 0, so that an output does not depend on
+    its batch. `engines` keeps what is allocated and captured for the next call; `watch` sees the rows after prefill and
+    after each round."""
     engine = (engines or Engines()).get(target, drafter, settings, len(prompts), max(map(len, prompts)))
     clock, limit = Clock(target.device), settings.max_new_tokens
     first = engine.prefill(prompts, row_ids or [*range(len(prompts))], matrix)
@@ -119,7 +117,7 @@ def decode(
         facts = engine.round(clock, done)
         for row, fact in zip(rows, facts, strict=True):
             if not row.done:
-                record(row, fact, target.eos_ids, limit, settings.decoder == "graft")
+                record(row, fact, target.eos_ids, limit)
         if done != [row.done for row in rows]:
             done = [row.done for row in rows]
             engine.finish(done)
@@ -131,9 +129,10 @@ def decode(
     return Decoded(rows, clock.settle(), seconds, rounds)
 
 
-def decode_keeping() -> Callable[..., Decoded]:
-    """`decode` with engines of its own, for many calls; they are let go when memory runs out."""
-    engines = Engines()
+def decode_keeping(longest: int = 0) -> Callable[..., Decoded]:
+    """`decode` with engines of its own, for many calls on prompts of at most `longest` tokens (more make it slower);
+    they are let go when memory runs out."""
+    engines = Engines(longest=longest)
 
     def keeping(*given: Any, **named: Any) -> Decoded:
         nonlocal engines
@@ -141,7 +140,7 @@ def decode_keeping() -> Callable[..., Decoded]:
             return partial(decode, engines=engines)(*given, **named)
         except (RuntimeError, MemoryError) as error:
             if ran_out(error):
-                engines = Engines()
+                engines = Engines(longest=longest)
             raise
 
     return keeping

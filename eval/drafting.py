@@ -86,7 +86,7 @@ class EagleDrafting:
         # a row that committed nothing (it has finished) keeps its old state
         self.state_B1H.copy_(torch.where((counts_B > 0).view(-1, 1, 1), last, self.state_B1H))
 
-    def _top(self, states_BkH: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def top(self, states_BkH: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities and target tokens of each state's k best continuations [B, k', k]."""
         logp, index = top(self.drafter.logits(states_BkH), k)
         return logp, self.vocab.to_target(index)
@@ -94,7 +94,7 @@ class EagleDrafting:
     @torch.no_grad()
     def open(self, branch: int) -> Frontier:
         """The first layer, which costs no pass: the state that the last committed slot left predicts it."""
-        logp, token = self._top(self.state_B1H, branch)
+        logp, token = self.top(self.state_B1H, branch)
         scores, tokens = logp[:, 0], token[:, 0]
         B, k = tokens.shape
         own = torch.eye(k, dtype=torch.bool, device=tokens.device).expand(B, k, k)
@@ -112,7 +112,7 @@ class EagleDrafting:
             if self.fusable and self.cache.bucket:
                 f = self._expanded(f, states)
                 continue
-            logp, grown = self._top(states, k)
+            logp, grown = self.top(states, k)
             running = (f.stage == UNGATED).view(B, 1, 1)
             scores = (f.scores.unsqueeze(2) + logp).masked_fill(~running, float("-inf")).flatten(1)
             layer = (grown.flatten(1), (f.index + 1).unsqueeze(2).expand_as(grown).flatten(1), scores)

@@ -10,6 +10,7 @@ from eval.tree import RETRIEVAL, DraftTree
 if TYPE_CHECKING:
     from eval.harness import Bench
 
+DRAWN = ("eagle", "talon", "prune", "graft")  # their drafts have branches
 ROUNDS = 24  # looked at, of which the one that shows most is drawn
 DRAFTED, GRAFTED, ACCEPTED = "#4c78a8", "#e4572e", "#2ca02c"
 
@@ -29,7 +30,7 @@ class Sketch:
 
 def sketch(bench: "Bench") -> Sketch | None:
     """The most telling of the first rounds of one measured prompt: retrieval accepted, else grafted, else longest."""
-    drawn = [e for e in bench.entries if e.settings.decoder in ("graft", "eagle") and bench.outcomes.get(e.label)]
+    drawn = [e for e in bench.entries if e.settings.decoder in DRAWN and bench.outcomes.get(e.label)]
     if not drawn or bench.drafter is None:
         return None
     entry = max(drawn, key=lambda e: e.settings.decoder == "graft")

@@ -6,7 +6,13 @@ from typing import Any
 
 from eval.outcome import STAGES
 
-COLOURS = {"ar": "#8c8c8c", "chain": "#4c78a8", "eagle": "#54a24b", "graft": "#e4572e"}
+COLOURS = {"ar": "#8c8c8c", "chain": "#4c78a8", "eagle": "#54a24b", "graft": "#e4572e"} | {
+    "talon": "#72b7b2",
+    "prune": "#b279a2",
+    "recycle": "#f2b134",
+    "lookup": "#9d755d",
+    "suffix": "#d67195",
+}
 STAGE_COLOURS = dict(zip(STAGES, ("#4c78a8", "#f2b134", "#54a24b", "#b279a2", "#9d755d"), strict=True))
 
 
@@ -114,7 +120,7 @@ def pareto(axes: Any, tables: list[dict[str, Any]]) -> None:
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("ms a round")
-    axes.set_title("tau against cost (ringed: nobody has more for less; dashed: as fast as ar)", fontsize=10)
+    axes.set_title("tau against cost (ringed: unbeaten; dashed: as fast as ar)", fontsize=10)
 
 
 def front(figures: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -25,12 +25,12 @@ from omegaconf import OmegaConf
 from data_prep.prompts import Prompt
 from eval import tunings
 from eval.decode import Decoded, decode_keeping
-from eval.engine import Settings
 from eval.matrix import SuccessorMatrix
 from eval.memory import SMALLER, attempt, by_halving
 from eval.outcome import STAGES, encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
 from eval.plan import asked, at_batch, batch_sizes, describe, settings_of
 from eval.results import environment
+from eval.settings import Settings
 from models.eagle3 import Eagle3
 from models.target import Target
 from recipes.cli import entry
@@ -41,6 +41,7 @@ FIRST_TOKENS = 4  # of the first run of each candidate, which compiles, allocate
 # (batches of prompts, tokens each, batches even when the budget is spent): everybody, the best few, the run-off
 ROUNDS = ((3, 16, 2), (4, 32, 0), (6, 40, 3))
 FEW, FINALISTS = 6, 3
+GRID_BATCHES = 8  # of prompts, on which all candidates are measured when the choice is judged
 BUDGET_SECONDS = 60.0
 SCREENING = 0.6  # share of the budget for the first round
 HOPELESS = (0.6, 0.75)  # share of the best speed below which a setting drops out after one prompt, and after more
@@ -217,18 +218,18 @@ def measured_grid(
     drafter: Eagle3,
     prompts: Sequence[Prompt],
     *,
-    tokens: int = 48,
+    tokens: int = 32,
     decode: Callable[..., Decoded] | None = None,
     settings: Sequence[Settings] | None = None,
 ) -> list[dict[str, Any]]:
-    """Every candidate on every prompt, interleaved: what the tuner's choice is judged against. Fastest first."""
+    """Every candidate on the same prompts, interleaved: what the tuner's choice is judged against. Fastest first."""
     drafter, decode = in_dtype(drafter, target.dtype), decode or decode_keeping()
     warm, batches = _prompts(recipe, target, prompts)
     base = warm_matrix(target, drafter, recipe, warm, decode)
     trials = _trials(settings or candidates(recipe, target.device.type), base)
     run = _runner(target, drafter, decode)
     trials = fitting(trials, run, batches[0])
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(batches[:GRID_BATCHES]):
         for trial in rotated(trials, number):
             short = replace_tokens(trial, tokens)
             trial.add(run(short, *batch), short.settings.max_new_tokens)
@@ -258,9 +259,8 @@ def candidates(recipe: Recipe, device: str) -> list[Settings]:
     for name in ("eagle", "graft"):
         if name in names:
             found += [settings_of(name, e, nodes=n, depth=d, branch=min(e.branch, n)) for n, d in shapes]
-    higher = tuple(min(0.9, HIGHER_GATES * gate) for gate in e.gates)
     roomy = [s for s in found if s.decoder == "graft" and s.depth > 1 and s.nodes > 3]
-    return found + [replace(s, gates=higher) for s in roomy if any(e.gates)]
+    return found + [replace(s, gates=tuple(min(0.9, HIGHER_GATES * g) for g in s.gates)) for s in roomy if any(s.gates)]
 
 
 def verified_rows(settings: Settings) -> int:
@@ -339,7 +339,7 @@ Batch = tuple[list[list[int]], list[int]]  # prompts of one call, and their row 
 
 def _runner(target: Target, drafter: Eagle3, decode: Callable[..., Decoded]) -> Callable[..., Decoded]:
     def run(trial: Trial, batch: list[list[int]], row_ids: list[int]) -> Decoded:
-        helper = None if trial.settings.decoder == "ar" else drafter
+        helper = drafter if trial.settings.drafts else None
         return decode(target, helper, batch, trial.settings, matrix=trial.matrix, row_ids=row_ids)
 
     return run
@@ -368,7 +368,7 @@ def _prompts(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> tuple
 
 def main(recipe: Recipe) -> None:
     """`python -m eval.tune recipe=NAME drafter=DIR`: tune at each batch size, and judge the choice on a grid."""
-    from eval.run import check_belongs, load
+    from eval.run import check_belongs, load, with_calibrated_gates
 
     check_belongs(recipe)
     if recipe.dry_run:
@@ -378,6 +378,7 @@ def main(recipe: Recipe) -> None:
             f"tuning takes about {BUDGET_SECONDS:.0f} s, and the grid several times that, at each batch size: {sizes}"
         )
         return
+    recipe = with_calibrated_gates(recipe)
     target, drafter, folder = load(recipe)
     prompts = warmup_prompts()
     for size in batch_sizes(recipe.eval):

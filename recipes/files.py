@@ -22,10 +22,14 @@ def run_folder(recipe: Recipe) -> Path:
     return Path(recipe.run_dir).expanduser() if recipe.run_dir else Path("runs") / Path(recipe.recipe).stem
 
 
-def write_text(path: Path, text: str) -> None:
+def write_bytes(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_bytes(content)
     temporary.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 HERE = Path(__file__).parent
-DECODERS = ("ar", "chain", "eagle", "graft")
+DECODERS = ("ar", "chain", "eagle", "talon", "prune", "recycle", "lookup", "suffix", "graft")
+DRAFTED = ("chain", "eagle", "talon", "prune", "graft")  # those that ask a drafter
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # What `validate` asks of single keys; rules that join several are in it.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -96,7 +97,7 @@ class TrainConfig:
     max_steps: int = 0  # optimiser steps; 0 = as the epochs say
     batch_tokens: int = 16384  # an optimiser step, over all ranks and micro-batches
     micro_batch_tokens: int = 8192  # at most, in a forward on one rank; rows are packed to it whole, without padding
-    keep_features_mb: int = 1024  # of the target's features, kept over the epochs in memory; on a CPU only
+    keep_features_mb: int = 1024  # of the target's features, kept over the epochs in memory; on a CPU only; 0 = none
     learning_rate: float = 1e-4
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.0
@@ -127,8 +128,8 @@ class EvalConfig:
     depth: int = 8  # of the tree
     branch: int = 10  # children a node, and frontier nodes a level (EAGLE's top-k)
     nodes: int = 60  # candidates, root not counted
-    gates: list[float] = field(default_factory=lambda: [0.15, 0.14, 0.50])  # after draft depths 1, 2 and 6
-    matrix: str = "warm-5"  # cold | carried | warm-N
+    gates: list[float] = field(default_factory=list)  # after draft depths 1, 2, 6; empty = calibrated, else published
+    matrix: str = "warm-5"  # cold | carried | warm-N | FILE.safetensors, which eval.calibrate writes
     tune: bool = False  # choose decoder, depth, nodes by a measured cost curve on validation prompts first
     lossless: int = 0  # prompts whose greedy output is checked in fp32 against ar and transformers; 0 = all, -1 = none
     each_epoch: bool = True  # evaluate after each epoch of training
@@ -234,14 +235,22 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
         ("eagle.step_decay", "above 0 and at most 1", 0 < r.eagle.step_decay <= 1),
         ("eval.top_p", "above 0 and at most 1", 0 < r.eval.top_p <= 1),
         ("eval.lossless", "-1 (none), 0 (all) or a number of prompts", r.eval.lossless >= -1),
-        ("eval.gates", "three numbers from 0 to 1", len(r.eval.gates) == 3 and all(0 <= g <= 1 for g in r.eval.gates)),
+        (
+            "eval.gates",
+            "three numbers from 0 to 1, or none",
+            len(r.eval.gates) in (0, 3) and all(0 <= g <= 1 for g in r.eval.gates),
+        ),
         (
             "eval.decoders",
             f"some of {', '.join(DECODERS)}",
             bool(r.eval.decoders) and set(r.eval.decoders) <= {*DECODERS},
         ),
         ("eval.batch_sizes", "numbers of 1 or more", all(size >= 1 for size in r.eval.batch_sizes)),
-        ("eval.matrix", "cold, carried or warm-N", re.fullmatch(r"cold|carried|warm-\d+", r.eval.matrix) is not None),
+        (
+            "eval.matrix",
+            "cold, carried or warm-N, or a FILE.safetensors",
+            re.fullmatch(r"cold|carried|warm-\d+|.+\.safetensors", r.eval.matrix) is not None,
+        ),
         ("data.temperatures", "numbers from 0 up", bool(r.data.temperatures) and min(r.data.temperatures) >= 0),
         ("rows", "1 or more", r.rows >= 1),
     ]

@@ -14,9 +14,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from eval.decode import decode
-from eval.engine import Engines, Settings
+from eval.engine import Engines
+from eval.settings import Settings
 from models.target import Target, load_target
-from recipes.schema import TargetConfig
+from recipes.schema import DECODERS, TargetConfig
 from tests.tiny import tiny_drafter, tiny_model_folder
 
 NEW = 40
@@ -57,7 +58,7 @@ def main() -> None:
         target = load_target(TargetConfig(path=str(folder)), "cuda", torch.float32)
         kernels = "fused kernels" if target.fusable else "plain layers"
         results = {f"tree behind {n}": tree_is_verified_alike(target, n) for n in ((5, 70, 3), (300,))}
-        results |= {d: captured_decoding_says_the_same(target, d) for d in ("ar", "chain", "eagle", "graft")}
+        results |= {d: captured_decoding_says_the_same(target, d) for d in DECODERS}
         failed += sum(not held for held in results.values())
         for what, held in results.items():
             print(f"{family} ({kernels}), {what}: {'equal' if held else 'DIFFERENT'}", flush=True)

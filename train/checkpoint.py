@@ -28,7 +28,8 @@ from recipes.schema import Recipe, UserError
 from train.batches import Cursor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# what may change between a run and its continuation without changing what is learned
+# what may change between a run and its continuation without changing what is learned (but in its last bits, as another
+# number of ranks does: keep_features_mb=0)
 FREE = {"data.cache", "data.slots"}
 FREE |= {f"train.{key}" for key in ("save_every", "keep", "log_every", "tracker", "keep_features_mb")}
 PARTS = ("target", "data", "train", "eagle")

@@ -84,7 +84,7 @@ def main(recipe: Recipe) -> None:
     bf16 = use_bf16(recipe, device)
     teacher = loader(recipe, target)(torch.bfloat16) if bf16 and device.type == "cpu" else target
     again = recipe.train.epochs > 1 or recipe.train.max_steps > 0  # rows may come a second time
-    keep = again * recipe.train.keep_features_mb * 2**20
+    keep = recipe.train.keep_features_mb * 2**20 if again and device.type == "cpu" else 0
     objective = UnrollLoss(drafter, teacher, prepared.vocab, steps, decay, bf16=bf16, keep_bytes=keep)
     loop = Loop(recipe, objective, prepared.train, accelerator, folder)
 

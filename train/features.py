@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from models.attention import Documents
-from models.target import Target
+from models.target import States, Target
 
 CHUNK = 2**25  # logits (float32) held at once where a pass over a vocabulary is cut into chunks of rows
 
@@ -27,29 +27,20 @@ def teacher_best(target: Target, final_nH: Tensor) -> Tensor:
     return torch.cat([final_nH.new_empty(0, dtype=torch.int64), *best])
 
 
-def by_document(target: Target) -> bool:
-    return target.device.type == "cpu"
-
-
 class Teacher:
-    """Features of micro-batches. A GPU runs a packed row at once.
-
-    A CPU runs it document by document, which takes no longer there: a document's features then do not depend on its
-    neighbours, so that keeping them over the epochs, up to `keep_bytes` and first come first kept, changes no number.
-    """
+    """Features of micro-batches: a packed row at once, or, where they are to be kept over the epochs (up to `keep_bytes`,
+    first come first kept), document by document. A document's features then do not depend on its neighbours, so whether
+    they were kept or are computed again changes no bit."""
 
     def __init__(self, target: Target, keep_bytes: int = 0) -> None:
-        self.target, self.room = target, keep_bytes
+        self.target, self.keeps, self.room = target, keep_bytes > 0, keep_bytes
         self.kept: dict[tuple[bytes, bytes], Features] = {}
 
     @torch.no_grad()
     def features(self, ids_T: Tensor, teaches_T: Tensor, documents: Documents) -> Features:
-        """`ids` and `teaches` (the positions that teach some slot, at least one) are on the host."""
-        if not by_document(self.target):
-            states = self.target.packed_features(ids_T.to(self.target.device, non_blocking=True), documents)
-            teaching = teaches_T.nonzero().squeeze(-1).to(self.target.device, non_blocking=True)
-            final_mH = states.final_BTH[0].index_select(0, teaching)
-            return Features(states.taps_BTC[0], final_mH, teacher_best(self.target, final_mH))
+        """`ids` and `teaches` (the positions that teach some slot) are on the host."""
+        if not self.keeps:
+            return self._read(self.target.packed_features(ids_T.to(self.target.device, non_blocking=True), documents), teaches_T)
         parts = [self._document(ids_T[span], teaches_T[span]) for span in documents.spans]
         return Features(*(torch.cat(of_all) for of_all in zip(*parts, strict=True)))
 
@@ -57,11 +48,14 @@ class Teacher:
         key = (ids_T.numpy().tobytes(), teaches_T.numpy().tobytes())
         if key in self.kept:
             return self.kept[key]
-        states = self.target.features(ids_T.unsqueeze(0))
-        final_mH = states.final_BTH[0, teaches_T]
-        found = Features(states.taps_BTC[0], final_mH, teacher_best(self.target, final_mH))
+        found = self._read(self.target.features(ids_T.unsqueeze(0).to(self.target.device)), teaches_T)
         size = sum(t.nbytes for t in found)
         if size <= self.room:
             self.room -= size
             self.kept[key] = found
         return found
+
+    def _read(self, states: States, teaches_T: Tensor) -> Features:
+        teaching = teaches_T.nonzero().squeeze(-1).to(self.target.device, non_blocking=True)
+        final_mH = states.final_BTH[0].index_select(0, teaching)
+        return Features(states.taps_BTC[0], final_mH, teacher_best(self.target, final_mH))

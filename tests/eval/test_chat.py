@@ -13,9 +13,9 @@ from data_prep.template import prompt_ids
 from eval import chat, tunings
 from eval.chat import Chat
 from eval.decode import Decoded, RowResult, decode
-from eval.engine import Settings
 from eval.plan import asked
 from eval.results import environment
+from eval.settings import Settings
 from models.target import Target
 from recipes.cli import entry
 from recipes.schema import EvalConfig, Recipe, UserError
@@ -183,3 +183,10 @@ def test_the_tuners_shape_is_used(world: World, target: Target, capsys: pytest.C
         (folder / tunings.FILE).unlink()
     assert (settings.depth, settings.nodes, settings.gates) == (2, 5, (0.5, 0.5, 0.5))
     assert "plain decoding (decoder=ar) fastest" in capsys.readouterr().out
+
+
+def test_a_decoder_without_a_drafter_talks_too(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    piped(world, monkeypatch, "a b c\n", "drafter=nowhere", "decoder=recycle")
+    assert "through recycle" in capsys.readouterr().out

@@ -10,8 +10,8 @@ import pytest
 from data_prep.prompts import Prompt
 from eval import harness
 from eval.decode import RowResult
-from eval.engine import Settings
 from eval.plan import check_settings, plan
+from eval.settings import Settings
 from models.target import Target
 from recipes.schema import Recipe, UserError
 from tests.eval.fakes import FakeDecode, FakeTarget, fake_drafter, fake_prompts, fake_recipe
@@ -206,10 +206,11 @@ def test_validation_tau_leaves_loops_out_and_is_greedy() -> None:
         ({"nodes": 0}, "eval.nodes"),
         ({"branch": 0}, "eval.branch"),
         ({"max_new_tokens": 0}, "eval.max_new_tokens"),
-        ({"decoders": ["eagel"]}, "some of ar, chain, eagle, graft"),
+        ({"decoders": ["eagel"]}, "some of ar, chain, eagle, talon"),
         ({"matrix": "lukewarm"}, "cold, carried or warm-N"),
         ({"matrix": "warm-0"}, "cold, carried or warm-N"),
         ({"gates": [2.0, 0.1, 0.1]}, "three numbers from 0 to 1"),
+        ({"gates": [0.1, 0.1]}, "three numbers from 0 to 1"),
     ],
 )
 def test_bad_settings_are_named(changes: dict[str, Any], words: str) -> None:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from eval import picture
 from eval.decode import decode
-from eval.engine import Settings
 from eval.harness import Bench, measure
 from eval.picture import Sketch, layout, shown, sketch
 from eval.plan import Entry
+from eval.settings import Settings
 from models.target import Target
 from recipes.schema import EvalConfig, Recipe
 from tests.eval.fakes import fake_prompts

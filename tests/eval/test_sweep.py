@@ -7,7 +7,7 @@ import pytest
 
 from data_prep.prompts import Prompt
 from eval import report, tunings
-from eval.engine import Settings
+from eval.settings import Settings
 from eval.sweep import filled, sweep
 from models.target import Target
 from tests.eval.fakes import FakeDecode, FakeTarget, fake_drafter, fake_prompts, fake_recipe

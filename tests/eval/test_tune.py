@@ -11,7 +11,7 @@ import pytest
 
 from eval import tune, tunings
 from eval.decode import Decoded
-from eval.engine import Settings
+from eval.settings import Settings
 from models.target import Target
 from recipes.schema import Recipe, UserError
 from tests.eval.fakes import FakeDecode, FakeTarget, fake_drafter, fake_prompts, fake_recipe

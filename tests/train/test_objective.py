@@ -106,7 +106,8 @@ def test_a_packed_micro_batch_equals_its_documents_one_at_a_time(target: Target,
     behind_a_prompt = [[0] * min(3, n) + [1] * (n - 3) for n in lengths]
     marks = [sorted(draw.choices([1, 1, 2], k=len(m))) if draw.random() < 0.5 else m for m in behind_a_prompt]
     ids = [[draw.randrange(tiny_run.VOCAB) for _ in range(n)] for n in lengths]
-    rows, loss = tiny_run.make_rows(list(zip(ids, marks, strict=True)), [{}] * len(ids)), tiny_run.objective(target)
+    rows = tiny_run.make_rows(list(zip(ids, marks, strict=True)), [{}] * len(ids))
+    loss = tiny_run.objective(target, keep_bytes=0)
     together, sums, counts = pass_through(loss, rows, [list(range(len(rows)))])
     packed = gradients(loss)
     loss.zero_grad()
@@ -118,15 +119,10 @@ def test_a_packed_micro_batch_equals_its_documents_one_at_a_time(target: Target,
         torch.testing.assert_close(gradient, packed[name], atol=1e-5, rtol=1e-4)
 
 
-def test_a_gpus_packed_features_equal_a_cpus_document_by_document(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The path of a GPU, run on a CPU."""
-    rows, loss = tiny_run.rows(), tiny_run.objective(target)
-    batch = load_batch(rows, [3, 0, 7])
-    alone = loss.prepare(batch)
-    monkeypatch.setattr(features, "by_document", lambda target: False)
-    packed = loss.prepare(batch)
+def test_features_of_a_packed_row_equal_those_document_by_document(target: Target) -> None:
+    batch = load_batch(tiny_run.rows(), [3, 0, 7])
+    alone = tiny_run.objective(target, keep_bytes=1).prepare(batch)
+    packed = tiny_run.objective(target, keep_bytes=0).prepare(batch)
     torch.testing.assert_close(packed.taps_TC, alone.taps_TC, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(packed.final_mH, alone.final_mH, atol=1e-5, rtol=1e-5)
     assert torch.equal(packed.best_m, alone.best_m)
@@ -134,7 +130,7 @@ def test_a_gpus_packed_features_equal_a_cpus_document_by_document(
 
 def test_kept_features_are_those_computed_again_bit_for_bit(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """In whatever company a row comes back, and however many fit."""
-    rows, fresh = tiny_run.rows(), tiny_run.objective(target, keep_bytes=0)
+    rows, fresh = tiny_run.rows(), tiny_run.objective(target, keep_bytes=1)
     calls: list[int] = []
     run = target.features
 
@@ -143,7 +139,7 @@ def test_kept_features_are_those_computed_again_bit_for_bit(target: Target, monk
         return run(ids)
 
     monkeypatch.setattr(target, "features", counted)
-    for keep_bytes, again in ((0, 3), (12000, 2), (10**9, 0)):
+    for keep_bytes, again in ((1, 3), (12000, 2), (10**9, 0)):
         keeping = tiny_run.objective(target, keep_bytes=keep_bytes)
         keeping.prepare(load_batch(rows, [0, 3, 7]))
         assert sum(t.nbytes for f in keeping.teacher.kept.values() for t in f) <= keep_bytes
