@@ -29,8 +29,8 @@ def teacher_best(target: Target, final_nH: Tensor) -> Tensor:
 
 class Teacher:
     """Features of micro-batches: a packed row at once, or, where they are to be kept over the epochs (up to
-    `keep_bytes`, first come first kept), document by document. A document's features then do not depend on its neighbours, so whether
-    they were kept or are computed again changes no bit."""
+    `keep_bytes`, first come first kept), document by document. A document's features then do not depend on its
+    neighbours, so whether they were kept or are computed again changes no bit."""
 
     def __init__(self, target: Target, keep_bytes: int = 0) -> None:
         self.target, self.keeps, self.room = target, keep_bytes > 0, keep_bytes
