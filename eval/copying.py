@@ -41,25 +41,11 @@ class Suffix:
         self.text: list[int] = []
         self._next: list[dict[int, int]] = [{}]
         self._link, self._length, self._end = [-1], [0], [0]
-        self._last, self._match, self._matched = 0, 0, 0  # state of the whole text; of the match, and its length
+        self._last = 0  # state of the whole text
 
     def add(self, tokens: Iterable[int]) -> None:
         for token in tokens:
-            self._follow(token)
             self._grow(token)
-            while self._matched and self._length[self._link[self._match]] >= self._matched:
-                self._match = self._link[self._match]  # growing has split the state: the match is in its shorter part
-
-    def _follow(self, token: int) -> None:
-        """The match of text + token, in the automaton of the text alone: so it ended earlier."""
-        state = self._match
-        while state and token not in self._next[state]:
-            state = self._link[state]
-            self._matched = self._length[state]
-        if token in self._next[state]:
-            self._match, self._matched = self._next[state][token], self._matched + 1
-        else:
-            self._match, self._matched = 0, 0
 
     def _state(self, next_: dict[int, int], link: int, length: int, end: int) -> int:
         self._next.append(next_)
@@ -90,6 +76,7 @@ class Suffix:
             state = self._link[state]
 
     def draft(self, most: int) -> list[int]:
-        """Four tokens a matched one, up to `most`."""
-        start = self._end[self._match]
-        return self.text[start : start + min(most, DRAFTS_A_MATCH * self._matched)]
+        """Four tokens a matched one, up to `most`: the whole text's link is its longest suffix that ended earlier."""
+        match = max(0, self._link[self._last])
+        start = self._end[match]
+        return self.text[start : start + min(most, DRAFTS_A_MATCH * self._length[match])]

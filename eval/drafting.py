@@ -14,6 +14,7 @@ from models.attention import fusable
 from models.cache import KVCache
 from models.capture import Steps
 from models.eagle3 import Eagle3
+from models.linear import pack
 from models.sampling import top
 from models.target import Target
 
@@ -72,6 +73,7 @@ class EagleDrafting:
         self.cache: KVCache = drafter.new_cache(rows, capacity)
         self.fusable = fusable(target.device, drafter.config.head_dim)
         self._packed = drafter.pack() if self.fusable else None  # held for the captured steps that read it
+        pack([weight for weight in drafter.parameters() if weight.ndim == 2])
         weight = drafter.fc.weight
         self.state_B1H = torch.zeros(rows, 1, weight.shape[0], device=weight.device, dtype=weight.dtype)
 

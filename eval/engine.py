@@ -168,8 +168,10 @@ class Engine:
         """Propose, verify, accept and commit; `done` rows ride along."""
         self._commit_waiting(clock)
         if self.fixed:
-            for cache in self._caches():  # the fused kernels read what is there, whatever the bucket
-                cache.bucket = cache.capacity if self.target.fusable else rounded(cache.high + self.settings.room)
+            rooms = (self.settings.room, self.settings.draft_room)
+            for cache, room in zip(self._caches(), rooms, strict=False):
+                # the fused kernels read what is there, whatever the bucket
+                cache.bucket = cache.capacity if self.target.fusable else rounded(cache.high + room)
             self.steps.scope = self.cache.bucket
         proposal = self.proposer.propose(self.steps, clock)
         self.steps.scope = self.cache.bucket, proposal.place
@@ -267,7 +269,7 @@ class Engines:
         self._fixed, self._longest = fixed, longest
         self._engines: dict[tuple[Target, Eagle3 | None, int, Settings], Engine] = {}
         self._caches: dict[tuple[Target, int], KVCache] = {}
-        self._drafting: dict[tuple[Target, Eagle3, int], EagleDrafting] = {}
+        self._drafting: dict[tuple[Target, Eagle3, int, int], EagleDrafting] = {}
 
     def get(self, target: Target, drafter: Eagle3 | None, settings: Settings, rows: int, longest: int) -> Engine:
         """An engine for `rows` prompts of at most `longest` tokens."""
@@ -285,8 +287,9 @@ class Engines:
         if key not in self._engines:
             drafting = None
             if drafter is not None:
-                new = (target, drafter, rows)
-                drafting = self._drafting.get(new) or EagleDrafting(drafter, target, rows, cache.capacity)
+                more = settings.draft_room - settings.room  # than the target's cache has
+                new = (target, drafter, rows, more)
+                drafting = self._drafting.get(new) or EagleDrafting(drafter, target, rows, cache.capacity + more)
                 self._drafting[new] = drafting
             self._engines[key] = Engine(target, settings, cache, drafting, self._fixed)
         return self._engines[key]

@@ -68,9 +68,9 @@ def plan(
 ) -> list[Entry]:
     """The rows of the table, `ar` first.
 
-    With tuned settings `chain` gets its best length, and `eagle`, `prune` and `graft` share the budget of the faster of
-    eagle and graft, so that their difference is what gates and retrieval bring; the recipe's own chain length is kept
-    beside them, for tau alone. Gates are the recipe's, else the tuned ones, else those that were `calibrated`.
+    With tuned settings each has its best, but `eagle` and `graft` share the budget of the faster of the two, so that
+    their difference is what retrieval brings; the recipe's own chain length is kept beside them, for tau alone. Gates
+    are the tuned ones, else the recipe's, else those that were `calibrated`.
     """
     check_settings(recipe)
     e = recipe.eval
@@ -105,10 +105,10 @@ def gates_of(
     """Changes of Settings, and where the gates come from in words; nothing for a decoder without gates."""
     if name not in GATED:
         return {}, ""
-    if name in shapes:
-        return {}, "tuned"
     if e.gates:
-        return {}, "the recipe's"
+        return {}, "the recipe's, or higher ones by the tuner's choice" if name in shapes else "the recipe's"
+    if name in shapes:
+        return {}, "the tuner's choice"
     if calibrated is not None:
         return {"gates": calibrated["gates"][name]}, calibrated["words"]
     return {}, "published for another target; eval.calibrate finds this drafter's own"
@@ -126,9 +126,9 @@ def tuned_shapes(tuned: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """{decoder: changes of Settings} from tuned.json, eagle and graft brought to one budget."""
     best = tuned["best"]
     shapes = {name: {"depth": b["depth"], "branch": b["branch"], "nodes": b["nodes"]} for name, b in best.items()}
-    if "graft" in best:
-        shapes["graft"]["gates"] = tuple(best["graft"]["gates"])
-        shapes["prune"] = shapes["graft"]
+    for name in GATED:
+        if name in best:
+            shapes[name]["gates"] = tuple(best[name]["gates"])
     if "eagle" in best and "graft" in best:
         leader, other = (
             ("graft", "eagle") if best["graft"]["tokens_per_s"] >= best["eagle"]["tokens_per_s"] else ("eagle", "graft")

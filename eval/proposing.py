@@ -205,16 +205,12 @@ def proposer(
 ) -> Proposer:
     """The proposer of a decoder; `drafting` is there where `settings.drafts`."""
     assert (drafting is not None) == settings.drafts
-    matrix = SuccessorMatrix(vocab_size, roots_B.device) if settings.remembers else None
-    match settings.decoder, drafting, matrix:
-        case "talon", EagleDrafting(), None:
+    if drafting is not None:
+        if settings.decoder == "talon":
             return Talon(settings, roots_B, fixed, drafting)
-        case _, EagleDrafting(), SuccessorMatrix():
-            return Grafted(settings, roots_B, fixed, drafting, matrix)
-        case _, EagleDrafting(), None:
-            return Drafted(settings, roots_B, fixed, drafting)
-        case _, None, SuccessorMatrix():
-            return Recycled(settings, roots_B, fixed, matrix)
-        case "ar", None, None:
-            return Proposer(settings, roots_B, fixed)
-    return Copied(settings, roots_B, fixed)
+        if settings.decoder == "graft":
+            return Grafted(settings, roots_B, fixed, drafting, SuccessorMatrix(vocab_size, roots_B.device))
+        return Drafted(settings, roots_B, fixed, drafting)
+    if settings.decoder == "recycle":
+        return Recycled(settings, roots_B, fixed, SuccessorMatrix(vocab_size, roots_B.device))
+    return Proposer(settings, roots_B, fixed) if settings.decoder == "ar" else Copied(settings, roots_B, fixed)

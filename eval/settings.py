@@ -43,6 +43,11 @@ class Settings:
 
     @property
     def room(self) -> int:
-        """Cache slots that a round may write past the committed ones, of target and drafter."""
-        layer = self.nodes if self.decoder == "talon" else self.branch
-        return max(self.nodes, self.depth * layer) + self.depth + 16
+        """Slots of the target's cache that a round may write past the committed ones."""
+        layers = 0 if self.decoder == "talon" else self.depth * self.branch
+        return max(self.nodes, layers) + self.depth + 16
+
+    @property
+    def draft_room(self) -> int:
+        """The same of the drafter's cache."""
+        return self.room if self.decoder != "talon" else self.nodes * self.depth + 16

@@ -30,7 +30,7 @@ from eval.memory import SMALLER, attempt, by_halving
 from eval.outcome import STAGES, encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
 from eval.plan import asked, at_batch, batch_sizes, describe, settings_of
 from eval.results import environment
-from eval.settings import Settings
+from eval.settings import GATED, Settings
 from models.eagle3 import Eagle3
 from models.target import Target
 from recipes.cli import entry
@@ -47,6 +47,8 @@ SCREENING = 0.6  # share of the budget for the first round
 HOPELESS = (0.6, 0.75)  # share of the best speed below which a setting drops out after one prompt, and after more
 CHAINS_CPU, CHAINS_GPU = (1, 2, 3, 5), (1, 2, 3, 4, 5, 7)
 TREES_CPU = ((2, 1), (3, 1), (3, 2), (4, 2), (7, 3), (9, 4))  # (nodes, depth)
+WIDE = ((3, 2), (5, 2), (8, 3), (16, 4), (32, 6), (60, 10))  # (nodes, branch) of talon and recycle
+COPIES = (3, 6, 10, 40)  # lengths of lookup and suffix
 HIGHER_GATES = 3  # graft is also tried with gates this much higher: stop sooner, retrieve more
 TREES_GPU = tuple(
     (nodes, depth) for nodes in (8, 16, 24, 32, 48, 60) for depth in (2, 3, 4, 6, 8) if 2 * depth <= nodes
@@ -82,9 +84,7 @@ class Trial:
         self.batch_rounds.append(decoded.rounds_total)
         self.seconds.append(decoded.decode_seconds)
         self.stages.append(decoded.seconds)
-        s, rows = self.settings, verified_rows(self.settings)
-        if s.decoder == "graft" and self.rounds[-1]:  # its trees may be smaller than the budget
-            rows = 1 + round(sum(row.nodes for row in decoded.rows) / sum(row.rounds for row in decoded.rows))
+        rows = 1 + round(sum(row.nodes for row in decoded.rows) / max(1, sum(row.rounds for row in decoded.rows)))
         self.rows.append(rows)
         if decoded.rounds_total:
             self.pool.setdefault(rows, []).append(1000 * decoded.seconds.get("verify", 0.0) / decoded.rounds_total)
@@ -246,20 +246,23 @@ def shortfall(grid: list[dict[str, Any]], chosen: dict[str, Any]) -> float:
 
 
 def candidates(recipe: Recipe, device: str) -> list[Settings]:
-    """`ar`, chains of a few lengths, and one set of tree budgets for eagle and graft, within the recipe's."""
+    """`ar`, lines of a few lengths, and one set of tree budgets for eagle, prune and graft, within the recipe's."""
     e = recipe.eval
-    names = [recipe.decoder] if recipe.decoder else list(e.decoders)
+    names = [recipe.decoder] if recipe.decoder else list(dict.fromkeys(e.decoders))
     gpu = device == "cuda"
     shapes = [(n, d) for n, d in (TREES_GPU if gpu else TREES_CPU) if n <= e.nodes and d <= e.depth] or [
         (e.nodes, e.depth)
     ]
     found = [settings_of("ar", e)]
-    if "chain" in names:
-        found += [settings_of("chain", e, depth=k, nodes=k) for k in (CHAINS_GPU if gpu else CHAINS_CPU)]
-    for name in ("eagle", "graft"):
-        if name in names:
+    lengths = {"chain": CHAINS_GPU if gpu else CHAINS_CPU, "lookup": COPIES[:3], "suffix": COPIES}
+    for name in names:
+        found += [settings_of(name, e, depth=k, nodes=k) for k in lengths.get(name, ())]
+        if name in ("eagle", "prune", "graft"):
             found += [settings_of(name, e, nodes=n, depth=d, branch=min(e.branch, n)) for n, d in shapes]
-    roomy = [s for s in found if s.decoder == "graft" and s.depth > 1 and s.nodes > 3]
+        if name in ("talon", "recycle"):
+            small = [(n, k) for n, k in WIDE if n <= e.nodes]
+            found += [settings_of(name, e, nodes=n, branch=min(e.branch, k)) for n, k in small]
+    roomy = [s for s in found if s.decoder in GATED and s.depth > 1 and s.nodes > 3]
     return found + [replace(s, gates=tuple(min(0.9, HIGHER_GATES * g) for g in s.gates)) for s in roomy if any(s.gates)]
 
 
@@ -270,7 +273,7 @@ def verified_rows(settings: Settings) -> int:
 
 def cost_curve(trials: Sequence[Trial]) -> dict[str, dict[str, float]]:
     """Median milliseconds of a verification by rows, and of drafting by depth, where the shape is fixed."""
-    fixed = [t for t in trials if t.seconds and t.settings.decoder != "graft"]
+    fixed = [t for t in trials if t.seconds and t.settings.decoder in ("ar", "chain", "eagle")]
     verify: dict[int, list[float]] = {}
     draft: dict[int, list[float]] = {}
     for trial in fixed:
@@ -331,7 +334,7 @@ def replace_tokens(trial: Trial, tokens: int) -> Trial:
 def _trials(settings: Sequence[Settings], base: SuccessorMatrix) -> list[Trial]:
     """One a setting, with a matrix of its own and the verification costs in common."""
     pool: dict[int, list[float]] = {}
-    return [Trial(s, base.copy() if s.decoder == "graft" else None, pool=pool) for s in settings]
+    return [Trial(s, base.copy() if s.remembers else None, pool=pool) for s in settings]
 
 
 Batch = tuple[list[list[int]], list[int]]  # prompts of one call, and their row ids

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from models.attention import Documents, Heads, attend, attend_documents, fusable, rotate
 from models.cache import KVCache
-from models.linear import linear
+from models.linear import linear, pack
 from models.source import Source, load_model, load_tokenizer, resolve
 from recipes.schema import TargetConfig, UserError
 
@@ -83,6 +83,8 @@ class Target:
             and "pre_feedforward_layernorm" not in self.layers[0].norms
         )
         self.fusable = plain and fusable(self.device, self.head_dim)
+        products = [w for la in self.layers for w in (la.qkv, la.out.weight, la.gate_up, la.down.weight)]
+        pack([*products, self.head_weight])
 
     def _gain(self, norm: nn.Module) -> Tensor:
         weight: Tensor = norm.get_parameter("weight").data

@@ -37,7 +37,7 @@ from recipes.cli import entry
 from recipes.files import make_folder, read_json, run_folder, write_json, write_text
 from recipes.schema import Recipe, UserError, save
 from train.checkpoint import State, Store, refuse_change, run_identity
-from train.cost import training_cost, use_bf16
+from train.cost import kept_features, training_cost, use_bf16
 from train.loop import Loop, make_accelerator
 from train.objective import UnrollLoss
 
@@ -83,9 +83,7 @@ def main(recipe: Recipe) -> None:
     steps, decay = recipe.eagle.unroll_steps, recipe.eagle.step_decay
     bf16 = use_bf16(recipe, device)
     teacher = loader(recipe, target)(torch.bfloat16) if bf16 and device.type == "cpu" else target
-    again = recipe.train.epochs > 1 or recipe.train.max_steps > 0  # rows may come a second time
-    keep = recipe.train.keep_features_mb * 2**20 if again and device.type == "cpu" else 0
-    objective = UnrollLoss(drafter, teacher, prepared.vocab, steps, decay, bf16=bf16, keep_bytes=keep)
+    objective = UnrollLoss(drafter, teacher, prepared.vocab, steps, decay, bf16, kept_features(recipe))
     loop = Loop(recipe, objective, prepared.train, accelerator, folder)
 
     def score(step: int) -> float:

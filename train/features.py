@@ -28,9 +28,11 @@ def teacher_best(target: Target, final_nH: Tensor) -> Tensor:
 
 
 class Teacher:
-    """Features of micro-batches: a packed row at once, or, where they are to be kept over the epochs (up to `keep_bytes`,
-    first come first kept), document by document. A document's features then do not depend on its neighbours, so whether
-    they were kept or are computed again changes no bit."""
+    """Features of micro-batches: of a packed row at once, or of each document alone where they are to be kept.
+
+    Alone, a document's features do not depend on its neighbours, so whether they were kept over the epochs (first come
+    first kept, up to `keep_bytes`) or are computed again changes no bit.
+    """
 
     def __init__(self, target: Target, keep_bytes: int = 0) -> None:
         self.target, self.keeps, self.room = target, keep_bytes > 0, keep_bytes
@@ -40,7 +42,8 @@ class Teacher:
     def features(self, ids_T: Tensor, teaches_T: Tensor, documents: Documents) -> Features:
         """`ids` and `teaches` (the positions that teach some slot) are on the host."""
         if not self.keeps:
-            return self._read(self.target.packed_features(ids_T.to(self.target.device, non_blocking=True), documents), teaches_T)
+            ids_T = ids_T.to(self.target.device, non_blocking=True)
+            return self._read(self.target.packed_features(ids_T, documents), teaches_T)
         parts = [self._document(ids_T[span], teaches_T[span]) for span in documents.spans]
         return Features(*(torch.cat(of_all) for of_all in zip(*parts, strict=True)))
 

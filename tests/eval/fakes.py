@@ -100,7 +100,7 @@ class FakeDecode:
             positions_accepted=[sum(a > k for a in accepted) for k in range(depth)],
             sources={"drafter": sum(accepted)},
             stages={"none": len(accepted)},
-            nodes=settings.nodes * len(accepted),
+            nodes=settings.most * len(accepted),
         )
 
 

@@ -13,7 +13,7 @@ from eval.decode import RowResult
 from eval.plan import check_settings, plan
 from eval.settings import Settings
 from models.target import Target
-from recipes.schema import Recipe, UserError
+from recipes.schema import DECODERS, Recipe, UserError
 from tests.eval.fakes import FakeDecode, FakeTarget, fake_drafter, fake_prompts, fake_recipe
 
 DRAFTER = fake_drafter()
@@ -235,3 +235,15 @@ def test_a_tuned_plan_compares_eagle_and_graft_at_one_budget() -> None:
     assert entries["graft"].settings.gates == (0.4,)
     assert (entries["chain"].settings.depth, entries["chain-7"].settings.depth) == (2, 7)
     assert not entries["chain-7"].timed
+
+
+def test_without_a_drafter_those_are_left_that_need_none() -> None:
+    entries = plan(fake_recipe(decoders=list(DECODERS)), drafter=False)
+    assert [(entry.label, entry.matrix) for entry in entries] == [
+        ("ar", ""),
+        ("recycle", "warm-2"),
+        ("lookup", ""),
+        ("suffix", ""),
+    ]
+    assert [entry.settings.depth for entry in entries[2:]] == [10, 40]
+    assert all(entry.gates_from == "" for entry in entries)

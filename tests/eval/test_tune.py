@@ -183,3 +183,15 @@ def test_each_batch_size_has_its_own_choice(tmp_path: Path) -> None:
 def test_no_prompts_no_tuning() -> None:
     with pytest.raises(UserError, match="validation prompts"):
         tune.tune(fake_recipe(), TARGET, DRAFTER, [], decode=cast(Callable[..., Decoded], FakeDecode()))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_baselines_are_tuned_as_well(device: str) -> None:
+    names = ["talon", "prune", "recycle", "lookup", "suffix", "graft"]
+    found = tune.candidates(fake_recipe(decoders=names, nodes=16), device)
+    assert {s.decoder for s in found} == {"ar", *names}
+    assert max(s.nodes for s in found if s.decoder not in ("ar", "suffix")) == 16
+    assert sorted(s.depth for s in found if s.decoder == "suffix") == [3, 6, 10, 40]
+    gates = {name: {s.gates for s in found if s.decoder == name} for name in ("prune", "graft")}
+    assert gates["prune"] == gates["graft"] and len(gates["graft"]) == 2
+    assert len(set(found)) == len(found)
