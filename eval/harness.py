@@ -95,17 +95,17 @@ def evaluate(
     load_fp32: Callable[[], Target] | None = None,
     decode: Decode | None = None,
     sizes: Sequence[dict[str, Any]] = (),
-    draws_tree: bool = False,
 ) -> list[dict[str, Any]]:
     """Run every decoder of the recipe on `prompts`; returns one results.json dict a decoder, `ar` first.
 
     `warmup` prompts (default: some that ship with Espalier) warm the matrix and serve the tuner; those that are also
     measured are left out. `tuned` is a tuned.json; with eval.tune and none given, tuning comes first. `calibrated` is
     what `eval.calibrated` read. With `out`, the results, report.md, plots and tuned.json are written there. `load_fp32`
-    gives the target in float32, for the lossless check of a run in another dtype. `sizes` (of eval.sweep) and, with
-    `draws_tree`, the picture of one round's tree go into the report.
+    gives the target in float32, for the lossless check of a run in another dtype. `sizes` (of eval.sweep) and the
+    picture of one round's tree, where decoding is our own, go into the report.
     """
     check_settings(recipe)
+    draws = decode is None
     decode = decode or decode_keeping(longest_conversation(recipe, target, prompts))
     drafter = in_dtype(drafter, target.dtype) if drafter is not None else None
     if not prompts:
@@ -128,7 +128,7 @@ def evaluate(
         checks = lossless.check(bench, load_fp32)
     tables = results.build(bench, checks, tuned, drafter_name)
     if out is not None:
-        report.write(tables, tuned, out, sizes, picture.sketch(bench) if draws_tree else None)
+        report.write(tables, tuned, out, sizes, attempt(partial(picture.sketch, bench)) if draws else None)
     report.summary(tables, out)
     return tables
 

@@ -65,7 +65,6 @@ def evaluate(recipe: Recipe, prompts: list[Prompt], out: Path) -> None:
         drafter_name=str(folder),
         load_fp32=lambda: load_exact(recipe),
         sizes=sizes,
-        draws_tree=True,
     )
 
 

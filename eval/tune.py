@@ -377,9 +377,7 @@ def main(recipe: Recipe) -> None:
     if recipe.dry_run:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         sizes = ", ".join(map(str, batch_sizes(recipe.eval)))
-        print(
-            f"tuning takes about {BUDGET_SECONDS:.0f} s, and the grid several times that, at each batch size: {sizes}"
-        )
+        print(f"tuning takes about {BUDGET_SECONDS:.0f} s and the grid several times that, at each batch size: {sizes}")
         return
     recipe = with_calibrated_gates(recipe)
     target, drafter, folder = load(recipe)
