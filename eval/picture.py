@@ -29,23 +29,23 @@ class Sketch:
 
 
 def sketch(bench: "Bench") -> Sketch | None:
-    """The most telling of the first rounds of one measured prompt: retrieval accepted, else grafted, else longest."""
+    """The most telling of the first rounds of one measured prompt, from a cold matrix: one where retrieval was accepted,
+    else grafted, else the longest path."""
     drawn = [e for e in bench.entries if e.settings.decoder in DRAWN and bench.outcomes.get(e.label)]
     if not drawn or bench.drafter is None:
         return None
     entry = max(drawn, key=lambda e: e.settings.decoder == "graft")
     ids, target = bench.outcomes[entry.label][0].prompts[0], bench.target
     engine = Engines().get(target, bench.drafter, entry.settings, 1, len(ids))
-    first = engine.prefill([ids], [0], bench.matrix_of(entry))
+    first = engine.prefill([ids], [0], None)  # a cold matrix: the carried one has read this answer
     best: tuple[tuple[int, ...], Sketch] | None = None
     clock, said = Clock(target.device), first[-1]
     for number in range(1, min(ROUNDS, entry.settings.max_new_tokens) + 1):
         if said in target.eos_ids:
             break
         facts = engine.round(clock, [False])[0]
-        found = _sketch(
-            engine.seen, facts, target.tokenizer, f"{entry.label}, {bench.outcomes['ar'][0].id}, round {number}"
-        )
+        title = f"{entry.settings.decoder}, {bench.outcomes['ar'][0].id}, round {number}"
+        found = _sketch(engine.seen, facts, target.tokenizer, title)
         grafts = sum(found.grafted)
         rank = (sum(found.grafted[node] for node in found.accepted), min(grafts, 1) * facts.accepted, facts.accepted)
         best = (rank, found) if best is None or rank > best[0] else best
