@@ -29,7 +29,7 @@ class Sketch:
 
 
 def sketch(bench: "Bench") -> Sketch | None:
-    """The most telling of the first rounds of one measured prompt, from a cold matrix: one where retrieval was accepted,
+    """The most telling of the first rounds of one measured prompt, from a cold matrix: where retrieval was accepted,
     else grafted, else the longest path."""
     drawn = [e for e in bench.entries if e.settings.decoder in DRAWN and bench.outcomes.get(e.label)]
     if not drawn or bench.drafter is None:
