@@ -22,7 +22,7 @@ from models.cache import KVCache
 from models.capture import Steps
 from models.eagle3 import Eagle3
 from models.sampling import draw, law, top, uniforms
-from models.target import Target
+from models.target import Target, padded
 
 PREFILL_LOGITS = 512  # positions whose logits are formed at once
 ROUNDING = 256  # of capacities
@@ -123,11 +123,8 @@ class Engine:
     def prefill(self, prompts: list[list[int]], row_ids: list[int], matrix: SuccessorMatrix | None) -> list[int]:
         """Read the prompts, one a row; returns each row's first token. `matrix` is copied in, and out by `save`."""
         target, device = self.target, self.target.device
-        lengths, T = [len(p) for p in prompts], max(map(len, prompts))
-        ids = torch.zeros(len(prompts), T, dtype=torch.int64)
-        for i, prompt in enumerate(prompts):
-            ids[i, : len(prompt)] = torch.tensor(prompt)
-        ids = ids.to(device)
+        lengths, ids = [len(p) for p in prompts], padded(prompts).to(device)
+        T = ids.shape[1]
         self._waiting = None
         self.alive.fill_(True)
         self.row_ids.copy_(torch.tensor(row_ids))
@@ -223,12 +220,9 @@ class Engine:
         tree, start = proposal.tree, self.cache.lengths + 1  # the position of the first token that this round chooses
 
         def choose(node_B: Tensor, depth: int) -> Tensor:
-            greedy = v.greedy
-            return (
-                greedy[self.index, node_B]
-                if greedy is not None
-                else self.choose(v.logits[self.index, node_B], start + depth)
-            )
+            if v.greedy is not None:
+                return v.greedy[self.index, node_B]
+            return self.choose(v.logits[self.index, node_B], start + depth)
 
         path, accepted, bonus = walk(tree, choose)
         if self.matrix is not None:

@@ -23,6 +23,8 @@ def pack(weights: list[Tensor]) -> None:
     if sum(w.nbytes for w in weights) > PACK_LIMIT or not torch.backends.mkldnn.is_available():
         return
     for w in weights:
+        if _packed.get(w, (-1, None))[0] == w._version:
+            continue
         _packed[w] = (w._version, torch.ops.mkldnn._reorder_linear_weight(w.detach(), 1))
 
 

@@ -76,13 +76,10 @@ class Target:
         self.final_norm = self._gain(body.norm)
         self.layers = [self._fuse(layer, i) for i, layer in enumerate(body.layers)]
         self._rotary, self._tables = body.rotary_emb, {}  # type: Any, dict[str, tuple[Tensor, Tensor]]
-        plain = all(la.kind == "full_attention" and la.softcap is None for la in self.layers)
-        plain = (
-            plain
-            and getattr(config, "hidden_act", "") == "silu"
-            and "pre_feedforward_layernorm" not in self.layers[0].norms
-        )
-        self.fusable = plain and fusable(self.device, self.head_dim)
+        everywhere = all(la.kind == "full_attention" and la.softcap is None for la in self.layers)
+        one_norm = "pre_feedforward_layernorm" not in self.layers[0].norms
+        silu = getattr(config, "hidden_act", "") == "silu"
+        self.fusable = everywhere and one_norm and silu and fusable(self.device, self.head_dim)
         products = [w for la in self.layers for w in (la.qkv, la.out.weight, la.gate_up, la.down.weight)]
         pack([*products, self.head_weight])
 
@@ -259,6 +256,14 @@ class Target:
     def embed(self, ids: Tensor) -> Tensor:
         """Raw embedding rows, no family scaling: what engines hand a drafter."""
         return F.embedding(ids, self.embed_weight)
+
+
+def padded(rows: list[list[int]], width: int = 0) -> Tensor:
+    """Token ids right-padded by 0 to the longest row, or to a `width` that is wider: int64 [B, T], on the host."""
+    out = torch.zeros(len(rows), max(width, *map(len, rows)), dtype=torch.int64)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
+    return out
 
 
 def check_taps(taps: list[int] | None, n_layers: int) -> tuple[int, ...]:
