@@ -22,8 +22,8 @@ from eval.decode import Decoded, RowResult, decode_keeping
 from eval.matrix import SuccessorMatrix
 from eval.memory import SMALLER, attempt
 from eval.outcome import in_dtype, longest_prompt, new_matrix, no_room_for_prompts
-from eval.plan import check_settings, describe, settings_of, tuned_shapes
-from eval.run import check_belongs, drafter_folder, load, load_eval_target, with_calibrated_gates
+from eval.plan import at_batch, check_settings, describe, plan, settings_of
+from eval.run import calibrated_gates, check_belongs, drafter_folder, load, load_eval_target, with_calibrated_gates
 from eval.settings import Settings
 from models.eagle3 import Eagle3
 from models.source import resolve
@@ -171,13 +171,11 @@ def choose(recipe: Recipe) -> Recipe:
 
 def tuned_settings(recipe: Recipe, folder: Path, target: Target) -> Settings:
     """The decoder's settings, in the tuner's shape where a tuned.json of this machine lies beside the drafter."""
-    recipe = with_calibrated_gates(recipe)
-    tuned = tunings.read(folder, replace(recipe, decoder=""), target)
-    if tuned is None:
-        return settings_of(recipe.decoder, recipe.eval)
-    if tuned["chosen"]["decoder"] == "ar":
+    tuned = tunings.read(folder, replace(with_calibrated_gates(at_batch(recipe, 1)), decoder=""), target)
+    if tuned is not None and not tuned["speculate"]:
         print("note: the tuner found plain decoding (decoder=ar) fastest on this machine")
-    return settings_of(recipe.decoder, recipe.eval, **tuned_shapes(tuned).get(recipe.decoder, {}))
+    entries = plan(recipe, tuned, calibrated=calibrated_gates(recipe))
+    return next(e.settings for e in entries if e.label == recipe.decoder)
 
 
 def main(recipe: Recipe) -> None:

@@ -97,7 +97,8 @@ class EagleDrafting:
         self.drafter, self.target, self.vocab = drafter, target, drafter.vocab.to(target.device)
         self.cache: KVCache = drafter.new_cache(rows, capacity)
         self.fusable = fusable(target.device, drafter.config.head_dim)
-        self._packed = drafter.pack() if self.fusable else None  # held for the captured steps that read it
+        if self.fusable:
+            drafter.pack()
         pack([weight for weight in drafter.parameters() if weight.ndim == 2])
         weight = drafter.fc.weight
         self.state_B1H = torch.zeros(rows, 1, weight.shape[0], device=weight.device, dtype=weight.dtype)

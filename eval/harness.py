@@ -99,10 +99,10 @@ def evaluate(
     """Run every decoder of the recipe on `prompts`; returns one results.json dict a decoder, `ar` first.
 
     `warmup` prompts (default: some that ship with Espalier) warm the matrix and serve the tuner; those that are also
-    measured are left out. `tuned` is a tuned.json; with eval.tune and none given, tuning comes first. `calibrated` is
-    what `eval.calibrated` read. With `out`, the results, report.md, plots and tuned.json are written there. `load_fp32`
-    gives the target in float32, for the lossless check of a run in another dtype. `sizes` (of eval.sweep) and the
-    picture of one round's tree, where decoding is our own, go into the report.
+    measured are left out. `tuned` is what `tune.tune` found; with eval.tune and none given, tuning comes first.
+    `calibrated` is what `eval.calibrated` read. With `out`, the results, report.md, plots and tuned.json are written
+    there. `load_fp32` gives the target in float32, for the lossless check of a run in another dtype. `sizes` (of
+    eval.sweep) and the picture of one round's tree, where decoding is our own, go into the report.
     """
     check_settings(recipe)
     draws = decode is None
@@ -113,8 +113,7 @@ def evaluate(
     spare = disjoint(warmup if warmup is not None else warmup_prompts(), prompts)
     with lossless.exact_matmul(target):
         if recipe.eval.tune and tuned is None and drafter is not None:
-            beside = Path(drafter_name) if drafter_name else None
-            tuned = tune.tune(recipe, target, drafter, spare, beside, decode=decode)
+            tuned = tune.tune(recipe, target, drafter, spare, decode=decode)
         bench = Bench(recipe, target, drafter, plan(recipe, tuned, drafter is not None, calibrated), decode)
         announce(bench, len(prompts))
         if all(len(encode(target, recipe, prompt)) > bench.limit for prompt in prompts):
@@ -209,16 +208,15 @@ def measure(bench: Bench, prompts: Sequence[Prompt]) -> None:
     Where memory runs out, everything is measured again in batches of half the size, so that all figures are of one
     size; a prompt that does not fit alone is named and left out.
     """
-    kept, too_long = list(prompts), list(bench.skipped)
+    kept, left_out = list(prompts), list[dict[str, Any]]()
     while (failed := _measure_timed(bench, kept)) is not None:
-        bench.skipped = list(too_long)
         if len(failed) > 1:
             bench.shrink(len(failed))
         else:
-            too_long.append({"id": failed[0].id, "turn": 1, "reason": "out of memory"})
+            left_out.append({"id": failed[0].id, "turn": 1, "reason": "out of memory"})
             print(f"out of memory at batch 1: {failed[0].id} is left out", flush=True)
             kept.remove(failed[0])
-            bench.skipped = list(too_long)
+        bench.skipped = list(left_out)  # those of the next attempt are added to it
         if not kept:
             raise UserError(f"out of memory: no prompt fits, not even alone. {SMALLER}")
     for entry in bench.entries:

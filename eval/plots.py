@@ -6,7 +6,11 @@ from typing import Any
 
 from eval.outcome import STAGES
 
-COLOURS = {"ar": "#8c8c8c", "chain": "#4c78a8", "eagle": "#54a24b", "graft": "#e4572e"} | {
+COLOURS = {
+    "ar": "#8c8c8c",
+    "chain": "#4c78a8",
+    "eagle": "#54a24b",
+    "graft": "#e4572e",
     "talon": "#72b7b2",
     "prune": "#b279a2",
     "recycle": "#f2b134",

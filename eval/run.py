@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from data_prep.prompts import Prompt, load_prompts
-from eval import calibrated, harness, sweep, tune, tunings
+from eval import calibrated, harness, sweep, tune
 from eval.matrix_file import is_file, read_matrix
 from eval.outcome import disjoint, warmup_prompts
 from eval.plan import Entry, batch_sizes, check_settings, describe, plan, warm_prompts
@@ -48,12 +48,10 @@ def evaluate(recipe: Recipe, prompts: list[Prompt], gates: dict[str, Any] | None
         harness.evaluate(recipe, target, None, prompts, out, load_fp32=lambda: load_exact(recipe), sizes=sizes)
         return
     target, drafter, folder = load(recipe)
-    from_here = with_calibrated_gates(recipe)  # the tuner tries these
-    tuned = tunings.read(folder, from_here, target) if recipe.eval.tune else None
-    if recipe.eval.tune and tuned is None:
-        spare = disjoint(warmup_prompts(), prompts)
-        tuned = tune.tune(from_here, target, drafter, spare, folder)
-    sizes = sweep.sweep(from_here, target, drafter, prompts, folder) if recipe.eval.batch_sizes else []
+    from_here, tuned = with_calibrated_gates(recipe), None  # the tuner tries these gates
+    if recipe.eval.tune:
+        tuned = tune.tuning(from_here, target, drafter, disjoint(warmup_prompts(), prompts), folder)
+    sizes = sweep.sweep(from_here, target, drafter, prompts, folder, tuned) if recipe.eval.batch_sizes else []
     harness.evaluate(
         recipe,
         target,
@@ -178,8 +176,8 @@ def cost(recipe: Recipe, prompts: list[Prompt], entries: list[Entry]) -> str:
         sizes = ", ".join(map(str, batch_sizes(recipe.eval)))
         lines.append(f"  and first turns at batch {sizes}: every decoder, and ar, at each size")
     if recipe.eval.tune:
-        seconds = f"about {tune.BUDGET_SECONDS:.0f} s"
-        lines.append(f"  settings are tuned first ({seconds}) unless the drafter carries a tuned.json of this machine")
+        seconds = f"about {tune.BUDGET_SECONDS:.0f} s a batch size"
+        lines.append(f"  settings are tuned first ({seconds}) unless eval.tune left a tuned.json of this machine")
     lines.append(f"results, report.md and plots go to {out_folder(recipe)}")
     return "\n".join(lines)
 

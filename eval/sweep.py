@@ -27,13 +27,15 @@ def sweep(
     drafter: Eagle3 | None,
     prompts: Sequence[Prompt],
     folder: Path | None = None,
+    known: tunings.Tuning | None = None,
     *,
     warmup: Sequence[Prompt] | None = None,
     decode: Callable[..., Decoded] | None = None,
 ) -> list[Size]:
     """One entry a size of `eval.batch_sizes`, ascending; sizes above one that memory did not hold are left out.
 
-    With eval.tune, settings are the tuner's at each size, kept beside the drafter in `folder`.
+    With eval.tune, settings are the tuner's at each size: those `known`, those beside the drafter in `folder`, or
+    measured now.
     """
     decode = decode or decode_keeping()
     drafter = in_dtype(drafter, target.dtype) if drafter is not None else None
@@ -43,8 +45,8 @@ def sweep(
         sized = at_batch(recipe, size)
         tuned = None
         if recipe.eval.tune and drafter is not None:
-            tuned = tunings.read(folder, sized, target) if folder is not None else None
-            tuned = tuned or tune.tune(sized, target, drafter, spare, folder, decode=decode)
+            same = known is not None and known["batch_size"] == size
+            tuned = known if same else tune.tuning(sized, target, drafter, spare, folder, decode)
         entries = [entry for entry in plan(sized, tuned, drafter is not None) if entry.timed]
         bench = harness.Bench(sized, target, drafter, entries, decode)
         sizes.append(_at(bench, spare, prompts) | {"choice": tunings.choice(tuned) if tuned else None})

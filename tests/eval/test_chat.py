@@ -175,6 +175,7 @@ def test_the_tuners_shape_is_used(world: World, target: Target, capsys: pytest.C
         "asked": asked(replace(recipe, decoder="")),
         "best": {"graft": row},
         "chosen": row | {"decoder": "ar"},
+        "speculate": False,
     }
     tunings.write(folder, about)
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eval import run
+from eval import run, tune
 from eval.matrix import SuccessorMatrix
 from eval.matrix_file import save_matrix
 from recipes.cli import entry
@@ -146,15 +146,20 @@ def test_a_run_is_lossless_and_whole(world: World, capsys: pytest.CaptureFixture
     assert "NOT LOSSLESS" not in page
 
 
-def test_tuned_settings_are_kept_beside_the_drafter_and_used_again(
+def test_a_run_tunes_for_itself_and_uses_what_eval_tune_left_beside_the_drafter(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entry(run.main, world.arguments("eval.tune=true", "eval.limit=2"))
-    assert (world.folder / "drafter" / "tuned.json").is_file()
+    beside = world.folder / "drafter" / "tuned.json"
+    entry(run.main, world.arguments("eval.tune=true", "eval.limit=2", "eval.decoders=[chain]"))
     assert "tuned in" in capsys.readouterr().out
-    entry(run.main, world.arguments("eval.tune=true", "eval.limit=2"))
+    assert (world.folder / "out" / "tuned.json").is_file() and not beside.exists()
+    entry(tune.main, world.arguments("eval.batch_sizes=[1,2]", "eval.decoders=[chain]"))
+    assert capsys.readouterr().out.count("below the best of the grid") == 2
+    assert set(json.loads(beside.read_text())["batches"]) == {"1", "2"}
+    entry(run.main, world.arguments("eval.tune=true", "eval.limit=2", "eval.decoders=[chain]"))
     assert "tuned in" not in capsys.readouterr().out
     assert "measured cost curve" in (world.folder / "out" / "report.md").read_text()
+    beside.unlink()
 
 
 def test_a_sweep_and_the_picture_of_a_tree_are_in_the_report(world: World) -> None:

@@ -6,7 +6,8 @@ from typing import Any, cast
 import pytest
 
 from data_prep.prompts import Prompt
-from eval import report, tunings
+from eval import report, tune, tunings
+from eval.plan import at_batch
 from eval.settings import Settings
 from eval.sweep import filled, sweep
 from models.target import Target
@@ -49,16 +50,18 @@ def test_the_last_batch_is_filled_with_copies() -> None:
     assert filled([], 4) == list[Prompt]()
 
 
-def test_the_tuners_choice_is_kept_a_size_and_off_where_nothing_beats_ar(tmp_path: Path) -> None:
+def test_the_tuners_choice_is_read_or_measured_a_size_and_off_where_nothing_beats_ar(tmp_path: Path) -> None:
     decode = Batched(accepts=lambda s: 0.0 if s.decoder == "ar" else 1.0)
     recipe = fake_recipe(batch_sizes=[1, 32], decoders=["ar", "chain"], tune=True, max_new_tokens=64)
     sizes = sweep(recipe, TARGET, DRAFTER, fake_prompts(4), tmp_path, decode=decode, warmup=fake_prompts(40)[8:])
     assert sizes[0]["choice"].startswith("chain") and sizes[1]["choice"] == "off (nothing beats ar)"
-    calls = len(decode.calls)
-    assert (tmp_path / tunings.FILE).is_file()
-    again = sweep(recipe, TARGET, DRAFTER, fake_prompts(4), tmp_path, decode=decode, warmup=fake_prompts(40)[8:])
+    assert list(tmp_path.iterdir()) == [], "only eval.tune writes beside a drafter"
+    calls, warmup = len(decode.calls), fake_prompts(40)[8:]
+    known, beside = (tune.tune(at_batch(recipe, n), TARGET, DRAFTER, warmup, decode=Batched()) for n in (1, 32))
+    tunings.write(tmp_path, beside)
+    again = sweep(recipe, TARGET, DRAFTER, fake_prompts(4), tmp_path, known, decode=decode, warmup=warmup)
     assert [size["choice"] for size in again] == [size["choice"] for size in sizes]
-    assert len(decode.calls) - calls < calls / 2  # the file is read, nothing is tuned again
+    assert len(decode.calls) - calls < calls / 2  # nothing is tuned again
     table = report.batch_table(sizes)
     assert "| off (nothing beats ar) |" in table and "| 32 |" in table
 

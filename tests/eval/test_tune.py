@@ -151,7 +151,11 @@ def test_a_batch_is_one_call() -> None:
 def test_tuned_settings_come_back_on_the_same_machine_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = fake_recipe(max_new_tokens=16)
     assert tunings.read(tmp_path, recipe, TARGET) is None
-    wrote = tune.tune(recipe, TARGET, DRAFTER, PROMPTS, tmp_path, decode=FakeDecode())
+    wrote = tune.tune(recipe, TARGET, DRAFTER, PROMPTS, decode=FakeDecode())
+    assert list(tmp_path.iterdir()) == [], "only eval.tune writes beside a drafter"
+    tunings.write(tmp_path, wrote)
+    read = tune.tuning(recipe, TARGET, DRAFTER, PROMPTS, tmp_path, decode=None)
+    assert read == json.loads(json.dumps(wrote))
     assert tunings.read(tmp_path, recipe, TARGET) == json.loads(json.dumps(wrote))
     assert tunings.read(tmp_path, fake_recipe(temperature=1.0), TARGET) is None
     assert "temperature 0.0 (now 1.0)" in capsys.readouterr().out
@@ -170,8 +174,8 @@ def test_each_batch_size_has_its_own_choice(tmp_path: Path) -> None:
     def recipe(size: int) -> Recipe:
         return fake_recipe(batch_size=size, max_new_tokens=64)
 
-    tune.tune(recipe(1), TARGET, DRAFTER, PROMPTS, tmp_path, decode=machine(0.5, (27.0, 3.5, 3.0)))
-    tune.tune(recipe(4), TARGET, DRAFTER, PROMPTS, tmp_path, decode=machine(0.1, (27.0, 20.0, 10.0)))
+    tunings.write(tmp_path, tune.tune(recipe(1), TARGET, DRAFTER, PROMPTS, decode=machine(0.5, (27.0, 3.5, 3.0))))
+    tunings.write(tmp_path, tune.tune(recipe(4), TARGET, DRAFTER, PROMPTS, decode=machine(0.1, (27.0, 20.0, 10.0))))
     one, four = (tunings.read(tmp_path, recipe(size), TARGET) for size in (1, 4))
     assert one is not None and four is not None
     assert (one["speculate"], four["speculate"]) == (True, False)
