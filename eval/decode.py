@@ -96,37 +96,44 @@ def decode(
     row_ids: list[int] | None = None,
     engines: Engines | None = None,
     watch: Callable[[list[RowResult]], None] | None = None,
+    slots: int = 0,
 ) -> Decoded:
-    """Decode a batch of prompts (token ids, ragged). `matrix` is carried: `graft` and `recycle` read and update it in
-    place; without one they start cold. `row_ids` name the rows' noise at T > 0, so that an output does not depend on
-    its batch. `engines` keeps what is allocated and captured for the next call; `watch` sees the rows after prefill and
-    after each round."""
-    engine = (engines or Engines()).get(target, drafter, settings, len(prompts), max(map(len, prompts)))
-    clock, limit = Clock(target.device), settings.max_new_tokens
-    first = engine.prefill(prompts, row_ids or [*range(len(prompts))], matrix)
-    rows = [RowResult(tokens=[token], origins=["bonus"]) for token in first]
+    """Decode prompts (token ids, ragged) side by side, `slots` at a time (0: all): the next one takes the place of the
+    first that ends. `matrix` is carried: `graft` and `recycle` read and update it in place; without one they start
+    cold. `row_ids` name the prompts' noise at T > 0, so that an output does not depend on its batch. `engines` keeps
+    what is allocated and captured for the next call; `watch` sees the rows after prefill and after each round."""
+    ids, limit = row_ids or [*range(len(prompts))], settings.max_new_tokens
+    slots = min(slots, len(prompts)) or len(prompts)
+    engine = (engines or Engines()).get(target, drafter, settings, slots, max(map(len, prompts)))
+    clock, start = Clock(target.device), time.perf_counter()
+
+    def begun(first: int) -> RowResult:
+        return RowResult([first], origins=["bonus"], done=first in target.eos_ids or limit <= 1)
+
+    rows = [begun(first) for first in engine.prefill(prompts[:slots], ids[:slots], matrix)]
     clock.lap("prefill")
-    for row in rows:
-        row.done = row.tokens[0] in target.eos_ids or limit <= 1
-    done = [row.done for row in rows]
-    engine.finish(done)
-    if watch is not None:
-        watch(rows)
-    begun, rounds = time.perf_counter(), 0
-    while not all(done):
-        facts = engine.round(clock, done)
-        for row, fact in zip(rows, facts, strict=True):
-            if not row.done:
-                record(row, fact, target.eos_ids, limit)
-        if done != [row.done for row in rows]:
-            done = [row.done for row in rows]
+    held, done, rounds = [*range(slots)], [False] * slots, 0  # held: the number of the prompt in each place
+    while True:
+        for place in range(slots):
+            while rows[held[place]].done and len(rows) < len(prompts):
+                held[place] = len(rows)
+                rows.append(begun(engine.admit(place, prompts[len(rows)], ids[len(rows)], clock)))
+                clock.lap("prefill")
+        if done != [rows[number].done for number in held]:
+            done = [rows[number].done for number in held]
             engine.finish(done)
         if watch is not None:
             watch(rows)
+        if all(done):
+            break
+        for number, over, facts in zip(held, done, engine.round(clock, done), strict=True):
+            if not over:
+                record(rows[number], facts, target.eos_ids, limit)
         rounds += 1
-    seconds = time.perf_counter() - begun
+    wall = time.perf_counter() - start
     engine.save(matrix)
-    return Decoded(rows, clock.settle(), seconds, rounds)
+    seconds = clock.settle()
+    return Decoded(rows, seconds, wall - seconds["prefill"], rounds)
 
 
 def decode_keeping(longest: int = 0) -> Callable[..., Decoded]:

@@ -3,6 +3,7 @@
 B rows, k branch (children a node, frontier nodes a level), M candidates, U uncommitted drafter slots, H hidden.
 """
 
+import copy
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -102,6 +103,12 @@ class EagleDrafting:
         pack([weight for weight in drafter.parameters() if weight.ndim == 2])
         weight = drafter.fc.weight
         self.state_B1H = torch.zeros(rows, 1, weight.shape[0], device=weight.device, dtype=weight.dtype)
+
+    def part(self, rows: slice) -> "EagleDrafting":
+        """Consecutive rows with nothing committed, in the same memory."""
+        part = copy.copy(self)
+        part.cache, part.state_B1H = self.cache.part(rows), self.state_B1H[rows]
+        return part
 
     @torch.no_grad()
     def extend(self, taps_BTC: Tensor, next_ids_BT: Tensor, counts_B: Tensor, counts: list[int] | None) -> None:

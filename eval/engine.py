@@ -111,42 +111,53 @@ class Engine:
         self.matrix = self.proposer.matrix
         self._waiting: tuple[Verified, Tensor, Tensor, list[int]] | None = None
 
-    def choose(self, logits_BV: Tensor, positions_B: Tensor) -> Tensor:
+    def choose(self, logits_BV: Tensor, positions_B: Tensor, row_ids_B: Tensor) -> Tensor:
         """The target's own next token: the arg-max, or a draw with the noise of (seed, row, position)."""
         s = self.settings
         if s.temperature == 0:
             return logits_BV.argmax(-1)
-        noise = uniforms(s.seed, self.row_ids, positions_B)
+        noise = uniforms(s.seed, row_ids_B, positions_B)
         return draw(law(logits_BV.double(), s.temperature, s.top_k, s.top_p), noise)
 
     @torch.no_grad()
     def prefill(self, prompts: list[list[int]], row_ids: list[int], matrix: SuccessorMatrix | None) -> list[int]:
-        """Read the prompts, one a row; returns each row's first token. `matrix` is copied in, and out by `save`."""
-        target, device = self.target, self.target.device
-        lengths, ids = [len(p) for p in prompts], padded(prompts).to(device)
-        T = ids.shape[1]
+        """Read the first prompts, one a row; returns their first tokens. `matrix` is copied in, and out by `save`."""
         self._waiting = None
         self.alive.fill_(True)
-        self.row_ids.copy_(torch.tensor(row_ids))
-        for cache in self._caches():
-            cache.bucket = 0
-            cache.set_lengths([0] * cache.rows)
-        states = target.prefill(ids, lengths, self.cache)
-        ends = torch.tensor(lengths, device=device)
-        self.roots.copy_(self.choose(target.logits(states.final_BTH[self.index, ends - 1]), ends))
-        if self.drafting is not None:
-            following = torch.cat([ids[:, 1:], ids[:, :1]], 1)
-            following[self.index, ends - 1] = self.roots
-            self.drafting.extend(states.taps_BTC, following, ends, lengths)
         if self.matrix is not None:
             self.matrix.assign(matrix)
+        return self._read(0, prompts, row_ids)
+
+    @torch.no_grad()
+    def admit(self, row: int, prompt: list[int], row_id: int, clock: Clock) -> int:
+        """Between rounds: read a prompt into a row whose own has ended; returns its first token."""
+        self._commit_waiting(clock)
+        return self._read(row, [prompt], [row_id])[0]
+
+    def _read(self, start: int, prompts: list[list[int]], row_ids: list[int]) -> list[int]:
+        """Prompts into the rows from `start` on, whatever these held."""
+        target, device, rows = self.target, self.target.device, slice(start, start + len(prompts))
+        lengths, ids = [len(p) for p in prompts], padded(prompts).to(device)
+        T, index = ids.shape[1], self.index[: len(prompts)]
+        self.row_ids[rows] = torch.tensor(row_ids, device=device)
+        states = target.prefill(ids, lengths, self.cache.part(rows))
+        ends = torch.tensor(lengths, device=device)
+        self.roots[rows] = self.choose(target.logits(states.final_BTH[index, ends - 1]), ends, self.row_ids[rows])
+        if self.drafting is not None:
+            following = torch.cat([ids[:, 1:], ids[:, :1]], 1)
+            following[index, ends - 1] = self.roots[rows]
+            self.drafting.part(rows).extend(states.taps_BTC, following, ends, lengths)
+        for cache in self._caches():
+            cache.host[rows] = lengths
+        if self.matrix is not None:
             real = torch.arange(T, device=device) < ends.unsqueeze(1)
             for start in range(0, T, PREFILL_LOGITS):
                 part = slice(start, start + PREFILL_LOGITS)
                 best = top(target.logits(states.final_BTH[:, part]), WIDTH)[1]
                 self.matrix.update(ids[:, part][real[:, part]], best[real[:, part]])
-        first: list[int] = self.roots.tolist()
-        self.proposer.start([[*prompt, token] for prompt, token in zip(prompts, first, strict=True)])
+        first: list[int] = self.roots[rows].tolist()
+        for row, (prompt, token) in enumerate(zip(prompts, first, strict=True), start):
+            self.proposer.start(row, [*prompt, token])
         return first
 
     def finish(self, done: list[bool]) -> None:
@@ -222,7 +233,7 @@ class Engine:
         def choose(node_B: Tensor, depth: int) -> Tensor:
             if v.greedy is not None:
                 return v.greedy[self.index, node_B]
-            return self.choose(v.logits[self.index, node_B], start + depth)
+            return self.choose(v.logits[self.index, node_B], start + depth, self.row_ids)
 
         path, accepted, bonus = walk(tree, choose)
         if self.matrix is not None:

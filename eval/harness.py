@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from data_prep.loops import is_loop
 from data_prep.prompts import Prompt
 from eval import lossless, picture, report, results, tune
-from eval.decode import Decoded, RowResult, decode_keeping
+from eval.decode import Decoded, decode_keeping
 from eval.matrix import SuccessorMatrix
 from eval.matrix_file import starting_matrix
 from eval.memory import SMALLER, attempt, by_halving
@@ -71,10 +71,15 @@ class Bench:
         return longest_prompt(self.target, self.recipe.eval)
 
     def run(
-        self, settings: Settings, batch: list[list[int]], row_ids: list[int], matrix: SuccessorMatrix | None
+        self,
+        settings: Settings,
+        prompts: list[list[int]],
+        row_ids: list[int],
+        matrix: SuccessorMatrix | None,
+        slots: int = 0,
     ) -> Decoded:
         drafter = self.drafter if settings.drafts else None
-        return self.decode(self.target, drafter, batch, settings, matrix=matrix, row_ids=row_ids)
+        return self.decode(self.target, drafter, prompts, settings, matrix=matrix, row_ids=row_ids, slots=slots)
 
     def matrix_of(self, entry: Entry) -> SuccessorMatrix | None:
         """The matrix in the state that the entry asks for: fresh, or what earlier prompts have left."""
@@ -149,12 +154,13 @@ def validation_tau(
     settings = settings_of("chain", recipe.eval, temperature=0.0, top_p=1.0, top_k=0)
     encoded = [encode(target, recipe, prompt) for prompt in prompts]
     fitting = sorted((ids for ids in encoded if len(ids) <= longest_prompt(target, recipe.eval)), key=len)
-    rows: list[RowResult] = []
+    if not fitting:
+        return 1.0
 
-    def run(batch: Sequence[list[int]]) -> None:
-        rows.extend(decode(target, drafter, batch, settings, matrix=None, row_ids=list(range(len(batch)))).rows)
+    def run(slots: int) -> Decoded:
+        return decode(target, drafter, fitting, settings, matrix=None, row_ids=[*range(len(fitting))], slots=slots)
 
-    by_halving(fitting, UNTIMED_BATCH[target.device.type], run)
+    rows = by_halving(UNTIMED_BATCH[target.device.type], run).rows
     kept = [row for row in rows if not is_loop(row.tokens)] or rows
     rounds = sum(row.rounds for row in kept)
     return sum(row.emitted for row in kept) / rounds if rounds else 1.0
@@ -183,17 +189,13 @@ def warm_up(bench: Bench, spare: Sequence[Prompt]) -> None:
             t = bench.target
             matrix = starting_matrix(entry.matrix, t.vocab_size, t.device, t.fingerprint)
             bench.matrices[entry.label] = matrix
-            batch = encoded[: warm_prompts(entry.matrix)]
-            by_halving(batch, max(len(batch), 1), partial(_teach, bench, entry, matrix))
+            if batch := encoded[: warm_prompts(entry.matrix)]:
+                by_halving(len(batch), partial(bench.run, entry.settings, batch, [*range(len(batch))], matrix))
     for entry in bench.entries:
         while entry.timed and encoded and attempt(partial(_first_run, bench, entry, encoded[-1])) is None:
             if bench.size == 1:
                 raise UserError(f"out of memory: {entry.label} does not fit at batch 1. {SMALLER}")
             bench.shrink(bench.size)
-
-
-def _teach(bench: Bench, entry: Entry, matrix: SuccessorMatrix, batch: Sequence[list[int]]) -> None:
-    bench.run(entry.settings, list(batch), list(range(len(batch))), matrix)
 
 
 def _first_run(bench: Bench, entry: Entry, ids: list[int]) -> Decoded:
@@ -276,19 +278,17 @@ def measure_batch(bench: Bench, entries: list[Entry], prompts: Sequence[Prompt],
 
 
 def measure_tau(bench: Bench, entry: Entry) -> None:
-    """The same prompts (all turns, as `ar` saw them) in batches, for tau and outputs alone."""
+    """The same prompts (all turns, as `ar` saw them), a new one wherever one ends, for tau and outputs alone."""
     base = bench.outcomes["ar"]
     outcomes = [Outcome(o.id, o.category, o.batch) for o in base]
     work = [(i, turn, ids) for i, o in enumerate(base) for turn, ids in enumerate(o.prompts)]
     work.sort(key=lambda item: (item[1], len(item[2])))  # turns stay in order; rows of a batch are about as long
 
-    def run(part: Sequence[tuple[int, int, list[int]]]) -> None:
-        row_ids = [row_id(base[i].id, turn) for i, turn, _ in part]
-        decoded = bench.run(entry.settings, [ids for _, _, ids in part], row_ids, bench.matrix_of(entry))
-        for (i, _, ids), row in zip(part, decoded.rows, strict=True):
-            outcomes[i].add(ids, row, decoded)
-
-    by_halving(work, UNTIMED_BATCH[bench.target.device.type], run)
+    row_ids, prompts = [row_id(base[i].id, turn) for i, turn, _ in work], [ids for _, _, ids in work]
+    run = partial(bench.run, entry.settings, prompts, row_ids, bench.matrix_of(entry))
+    decoded = by_halving(UNTIMED_BATCH[bench.target.device.type], run)
+    for (i, _, ids), row in zip(work, decoded.rows, strict=True):
+        outcomes[i].add(ids, row, decoded)
     bench.outcomes[entry.label] = outcomes
 
 

@@ -1,7 +1,7 @@
 """What happens when memory runs out: what was tried is dropped, and fewer rows are tried at once."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -10,7 +10,6 @@ import torch
 from recipes.schema import UserError
 
 T = TypeVar("T")
-Item = TypeVar("Item")
 SMALLER = "Lower eval.max_prompt, eval.max_new_tokens or eval.nodes, or give a smaller target or dtype"
 
 
@@ -35,23 +34,11 @@ def attempt(run: Callable[[], T]) -> T | None:
     return None
 
 
-def by_halving(items: Sequence[Item], size: int, run: Callable[[Sequence[Item]], object]) -> int:
-    """`run` on parts of at most `size` items; the size is halved each time memory runs out. Returns the last size.
-
-    `run` must leave nothing behind where it fails. Raises UserError where not even one item fits.
-    """
-
-    def finished(part: Sequence[Item]) -> bool:
-        run(part)
-        return True
-
-    start = 0
-    while start < len(items):
-        part = items[start : start + size]
-        if attempt(partial(finished, part)):
-            start += len(part)
-        elif len(part) == 1:
+def by_halving(slots: int, run: Callable[[int], T]) -> T:
+    """`run(slots)`, with half as many each time memory runs out; it must leave nothing behind where it fails. Raises
+    UserError where not even one fits."""
+    while (found := attempt(partial(run, slots))) is None:
+        if slots == 1:
             raise UserError(f"out of memory at a single row. {SMALLER}")
-        else:
-            size = (len(part) + 1) // 2
-    return size
+        slots = (slots + 1) // 2
+    return found

@@ -52,8 +52,8 @@ class Proposer:
     def propose(self, steps: Steps, clock: Laps) -> Proposal:
         return Proposal(self.root, self.stage, self.merged)
 
-    def start(self, texts: list[list[int]]) -> None:
-        """New rows: each one's prompt and its first token."""
+    def start(self, row: int, text: list[int]) -> None:
+        """A new text in a row: its prompt and first token."""
 
     def hear(self, said: list[list[int]]) -> None:
         """What a round added to each row."""
@@ -151,7 +151,7 @@ class Copied(Proposer):
 
     def __init__(self, settings: Settings, roots_B: Tensor, fixed: bool) -> None:
         super().__init__(settings, roots_B, fixed)
-        self.texts: list[Lookup | Suffix] = []
+        self.texts = [self._text() for _ in roots_B]
         self.tokens = torch.zeros(len(roots_B), settings.most, dtype=torch.int64, device=roots_B.device)
         self.lengths = torch.zeros_like(roots_B)
 
@@ -164,9 +164,12 @@ class Copied(Proposer):
         clock.lap("retrieve")
         return Proposal(tree, self.stage, self.merged)
 
-    def start(self, texts: list[list[int]]) -> None:
-        self.texts = [Lookup() if self.settings.decoder == "lookup" else Suffix() for _ in texts]
-        self.hear(texts)
+    def _text(self) -> Lookup | Suffix:
+        return Lookup() if self.settings.decoder == "lookup" else Suffix()
+
+    def start(self, row: int, text: list[int]) -> None:
+        self.texts[row] = self._text()
+        self.texts[row].add(text)
 
     def hear(self, said: list[list[int]]) -> None:
         for text, tokens in zip(self.texts, said, strict=True):

@@ -204,10 +204,10 @@ def warm_matrix(
             "graft", e, nodes=min(6, e.nodes), depth=min(2, e.depth), max_new_tokens=min(32, e.max_new_tokens)
         )
 
-        def run(part: Sequence[list[int]]) -> None:
-            decode(target, drafter, list(part), settings, matrix=matrix, row_ids=list(range(len(part))))
+        def run(slots: int) -> Decoded:
+            return decode(target, drafter, warm, settings, matrix=matrix, row_ids=[*range(len(warm))], slots=slots)
 
-        by_halving(warm, len(warm), run)
+        by_halving(len(warm), run)
     return matrix
 
 

@@ -1,5 +1,7 @@
 """A static key-value cache with a length of its own for each row."""
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,16 @@ class KVCache:
     def uniform(self) -> bool:
         """Every row has the same length, so writes are slices and not scatters."""
         return not self.bucket and len(set(self.host)) == 1
+
+    def part(self, rows: slice) -> "KVCache":
+        """Consecutive rows, emptied, as a cache of its own in the same memory. Lengths that it sets are set here too;
+        `host` here must be told."""
+        part = copy.copy(self)
+        part.keys, part.values, part.lengths = self.keys[:, rows], self.values[:, rows], self.lengths[rows]
+        part.rows, part.bucket = len(part.lengths), 0
+        part._row_index = self._row_index[: part.rows]
+        part.set_lengths([0] * part.rows)
+        return part
 
     def adopt(self, rows: list[int], other: "KVCache") -> None:
         """Take over the committed slots of another cache of the same model, its rows in order, into `rows` here."""

@@ -46,6 +46,7 @@ class Call:
     prompts: list[list[int]]
     settings: Settings
     matrix: Any
+    slots: int
 
 
 @dataclass
@@ -66,10 +67,11 @@ class FakeDecode:
         settings: Settings,
         matrix: Any = None,
         row_ids: Any = None,
+        slots: int = 0,
     ) -> Decoded:
         assert row_ids is not None and len(row_ids) == len(prompts)
         assert (drafter is not None) == settings.drafts
-        self.calls.append(Call(prompts, settings, matrix))
+        self.calls.append(Call(prompts, settings, matrix, slots))
         rows = [self._row(ids, settings) for ids in prompts]
         rounds = max(row.rounds for row in rows)
         seconds = rounds * self.cost(settings) / 1000

@@ -284,3 +284,30 @@ def test_a_watcher_sees_the_answer_grow_round_by_round(
         kept + 1 for kept in row.accepted_per_round[:-1]
     ] + [row.emitted - sum(kept + 1 for kept in row.accepted_per_round[:-1])]
     assert seen[-1] == row.tokens
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("settings", SETTINGS, ids=name)
+def test_prompts_that_wait_take_the_places_of_those_that_ended(
+    target: Target, drafter: Eagle3, settings: Settings, fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nine ragged prompts, some of which end early and one at once: each is answered as it is alone."""
+    source = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(2, 320, (n,), generator=source).tolist() for n in (5, 9, 3, 21, 1, 8, 2, 13, 4)]
+    helper, engines, ids = drafter if settings.drafts else None, Engines(fixed=fixed), [*range(7, 16)]
+    plain = replace(settings, decoder="ar")
+    monkeypatch.setattr(target, "eos_ids", frozenset[int]())
+    whole = [decode(target, None, [p], plain, row_ids=[i]).rows[0].tokens for p, i in zip(prompts, ids, strict=True)]
+    ends = frozenset({whole[0][9], whole[1][4], whole[4][0], whole[5][15]})
+    monkeypatch.setattr(target, "eos_ids", ends)
+    alone = [tokens[: 1 + next((k for k, t in enumerate(tokens) if t in ends), NEW)] for tokens in whole]
+    assert len({len(tokens) for tokens in alone}) > 3
+    for slots in (3,) if fixed else (1, 4):
+        found = decode(target, helper, prompts, settings, row_ids=ids, slots=slots, engines=engines)
+        assert [row.tokens for row in found.rows] == alone
+        rounds = [row.rounds for row in found.rows]
+        assert max(rounds) <= found.rounds_total <= sum(rounds)
+        assert slots > 1 or found.rounds_total == sum(rounds)
+        for row in found.rows:
+            if row.rounds:
+                check_books(row, settings.decoder, settings.depth, NEW)

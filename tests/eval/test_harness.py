@@ -191,7 +191,7 @@ def test_validation_tau_leaves_loops_out_and_is_greedy() -> None:
     recipe = fake_recipe(max_new_tokens=41, temperature=1.0)
     tau = harness.validation_tau(recipe, cast(Target, FakeTarget()), DRAFTER, fake_prompts(20), decode=decode)
     assert tau == pytest.approx(2.0)
-    assert [len(call.prompts) for call in decode.calls] == [16, 4]
+    assert [(len(call.prompts), call.slots) for call in decode.calls] == [(20, 16)]
     assert decode.calls[0].settings.temperature == 0.0
 
 

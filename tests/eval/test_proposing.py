@@ -128,8 +128,9 @@ def test_copies_are_lines_of_each_rows_own_text(decoder: str, longest: int, fixe
     texts = [[1, 2, 3, 4, 1, 2], [7, 8, 9], [5, 5, 5, 5, 6, 5, 5]]
     said = [[3], [7, 8], []]
     made = proposer(Settings(decoder, depth=5), torch.tensor([3, 8, 5]), fixed, None, 12)
-    made.start([[9, 9, 9]] * 3)
-    made.start(texts)  # forgets the rows before
+    for row, text in enumerate(texts):
+        made.start(row, [9, 9, 9])
+        made.start(row, text)  # forgets what was there before
     made.hear(said)
     tree = made.propose(Steps(CPU, captures=False), Clock(CPU)).tree
     drafts = []
