@@ -22,9 +22,9 @@ from models.cache import KVCache
 from models.capture import Steps
 from models.eagle3 import Eagle3
 from models.sampling import sample, top, uniforms
-from models.target import Target, padded
+from models.target import States, Target, padded
 
-PREFILL_LOGITS = 512  # positions whose logits are formed at once
+PREFILL_LOGITS = 1024  # of prompts, formed at once: rows x positions
 ROUNDING = 256  # of capacities
 EVERY_ROW = slice(None)
 PHASES = ("prefill", "draft", "retrieve", "verify", "accept", "cache")
@@ -137,24 +137,26 @@ class Engine:
     def _read(self, start: int, prompts: list[list[int]], row_ids: list[int]) -> list[int]:
         """Prompts into the rows from `start` on, whatever these held."""
         target, device, rows = self.target, self.target.device, slice(start, start + len(prompts))
-        lengths, ids = [len(p) for p in prompts], padded(prompts).to(device)
-        T, index = ids.shape[1], self.index[: len(prompts)]
+        lengths, longest = [len(p) for p in prompts], max(map(len, prompts))
+        ids, ends = padded(prompts, longest + 1).to(device), torch.tensor(lengths, device=device)
         self.row_ids[rows] = torch.tensor(row_ids, device=device)
-        states = target.prefill(ids, lengths, self.cache.part(rows))
-        ends = torch.tensor(lengths, device=device)
-        self.roots[rows] = self.choose(target.logits(states.final_BTH[index, ends - 1]), ends, rows)
-        if self.drafting is not None:
-            following = torch.cat([ids[:, 1:], ids[:, :1]], 1)
-            following[index, ends - 1] = self.roots[rows]
-            self.drafting.part(rows).extend(states.taps_BTC, following, ends, lengths)
+        drafting = self.drafting.part(rows) if self.drafting is not None else None
+
+        def see(part: slice, states: States) -> None:
+            if drafting is not None:  # all but each row's last slot, for which the token that follows is not chosen yet
+                counts = [min(max(n - 1 - part.start, 0), part.stop - part.start) for n in lengths]
+                following = ids[:, part.start + 1 : part.stop + 1]
+                drafting.extend(states.taps_BTC, following, torch.tensor(counts, device=device), counts)
+            if self.matrix is not None:
+                teach(self.matrix, ids[:, part], states.final_BTH, ends - part.start, target)
+
+        last = target.prefill(ids[:, :longest], lengths, self.cache.part(rows), see)
+        self.roots[rows] = self.choose(target.logits(last.final_BTH[:, 0]), ends, rows)
+        if drafting is not None:
+            one = [1] * len(prompts)
+            drafting.extend(last.taps_BTC, self.roots[rows].unsqueeze(1), torch.ones_like(ends), one)
         for cache in self._caches():
             cache.host[rows] = lengths
-        if self.matrix is not None:
-            real = torch.arange(T, device=device) < ends.unsqueeze(1)
-            for start in range(0, T, PREFILL_LOGITS):
-                part = slice(start, start + PREFILL_LOGITS)
-                best = top(target.logits(states.final_BTH[:, part]), WIDTH)[1]
-                self.matrix.update(ids[:, part][real[:, part]], best[real[:, part]])
         first: list[int] = self.roots[rows].tolist()
         for row, (prompt, token) in enumerate(zip(prompts, first, strict=True), start):
             self.proposer.start(row, [*prompt, token])
@@ -301,6 +303,17 @@ class Engines:
                 self._drafting[new] = drafting
             self._engines[key] = Engine(target, settings, cache, drafting, self._fixed)
         return self._engines[key]
+
+
+def teach(matrix: SuccessorMatrix, ids_BT: Tensor, final_BTH: Tensor, counts_B: Tensor, target: Target) -> None:
+    """Prompts teach the matrix: the first `counts` tokens of each row, a few at a time."""
+    B, T = ids_BT.shape
+    real = torch.arange(T, device=ids_BT.device) < counts_B.unsqueeze(1)
+    step = max(1, PREFILL_LOGITS // B)
+    for start in range(0, T, step):
+        part = slice(start, start + step)
+        best = top(target.logits(final_BTH[:, part]), WIDTH)[1]
+        matrix.update(ids_BT[:, part][real[:, part]], best[real[:, part]])
 
 
 def remember(matrix: SuccessorMatrix, tree: DraftTree, path: Tensor, logits: Tensor, alive_B: Tensor) -> None:

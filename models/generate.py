@@ -41,8 +41,7 @@ class _Slots:
         self.prompt_index[index] = torch.tensor(indices, device=target.device)
         self.history[index, : ids.shape[1]] = ids
         at = self.cache.lengths[index]
-        last = states.final_BTH[torch.arange(len(rows), device=target.device), at - 1]
-        self.history[index, at] = self._choose(target.logits(last), index, at)
+        self.history[index, at] = self._choose(target.logits(states.final_BTH[:, 0]), index, at)
         for row, owner, length in zip(rows, indices, lengths, strict=True):
             self.owner[row], self.seen[row], self.started[row] = owner, 0, length
 

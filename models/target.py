@@ -20,7 +20,8 @@ from models.linear import linear
 from models.source import Source, load_model, load_tokenizer, resolve
 from recipes.schema import TargetConfig, UserError
 
-PREFILL_CHUNK = 2048
+PREFILL_CHUNK = 2048  # positions of a prefill's forward, at most
+PREFILL_CELLS = 1 << 24  # of its mask (rows x positions x context), at most
 FEW_TOKENS = 64  # a row, for which a CPU has kernels of its own
 
 AttendFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, queries, keys, values) -> [B, T, N*D]
@@ -32,6 +33,9 @@ class States:
 
     taps_BTC: Tensor
     final_BTH: Tensor
+
+
+SeeFn = Callable[[slice, States], None]  # (positions of a chunk, their states)
 
 
 @dataclass(frozen=True)
@@ -225,14 +229,35 @@ class Target:
         return linear(layer.act(gate) * up, layer.down.weight, layer.down.bias)
 
     @torch.no_grad()
-    def prefill(self, ids_BT: Tensor, lengths: list[int], cache: KVCache) -> States:
-        """Fill an empty cache with right-padded prompts, in chunks; states of every position, padding included."""
-        parts = []
-        for start in range(0, ids_BT.shape[1], PREFILL_CHUNK):
-            cache.set_lengths([start] * len(lengths))
-            parts.append(self.forward(ids_BT[:, start : start + PREFILL_CHUNK], cache))
+    def prefill(self, ids_BT: Tensor, lengths: list[int], cache: KVCache, see: SeeFn | None = None) -> States:
+        """Fill an empty cache with right-padded prompts; the states of each row's last token, as if T were 1.
+
+        It goes chunk by chunk, so that what is held does not grow with the square of the length; `see` is shown the
+        positions of each chunk and their states, padding included.
+        """
+        B, T = ids_BT.shape
+        ends, index = torch.tensor(lengths, device=self.device), torch.arange(B, device=self.device)
+        last: States | None = None
+        chunk = max(1, min(PREFILL_CHUNK, PREFILL_CELLS // (B * T)))
+        for start in range(0, T, chunk):
+            part = slice(start, min(start + chunk, T))
+            cache.set_lengths([start] * B)
+            states = self.forward(ids_BT[:, part], cache)
+            place = (ends - 1 - start).clamp(0, part.stop - start - 1)
+            found = States(states.taps_BTC[index, place].unsqueeze(1), states.final_BTH[index, place].unsqueeze(1))
+            late = (ends > start).view(B, 1, 1)  # those of rows that ended before stay
+            last = (
+                found
+                if last is None
+                else States(
+                    torch.where(late, found.taps_BTC, last.taps_BTC), torch.where(late, found.final_BTH, last.final_BTH)
+                )
+            )
+            if see is not None:
+                see(part, states)
+        assert last is not None, "prompts have tokens"
         cache.set_lengths(lengths)
-        return States(torch.cat([p.taps_BTC for p in parts], 1), torch.cat([p.final_BTH for p in parts], 1))
+        return last
 
     def features(self, ids_BT: Tensor) -> States:
         """States of whole rows for training; right padding is harmless."""

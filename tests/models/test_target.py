@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from models.attention import Documents
-from models.target import Target
+from models.target import States, Target
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 TREE = [-1, 0, 0, 1, 1, 2, 3, 6, 7, 8, 9, 10]  # parents: deeper than the sliding window of 8
@@ -53,9 +53,10 @@ def test_columns_of_the_logits_can_be_had_alone(target: Target, ids: Tensor) -> 
 def test_a_ragged_cache_continues_as_one_pass_would(target: Target, ids: Tensor) -> None:
     expected = reference(target, ids).logits
     cache = target.new_cache(2, 40)
-    states = target.prefill(ids[:, :15], [15, 11], cache)
-    close(target.logits(states.final_BTH[0]), expected[0, :15])
-    close(target.logits(states.final_BTH[1, :11]), expected[1, :11])
+    last = target.logits(target.prefill(ids[:, :15], [15, 11], cache).final_BTH)
+    assert last.shape == (2, 1, 320)
+    close(last[0, 0], expected[0, 14])
+    close(last[1, 0], expected[1, 10])
     at = [15, 11]
     for count in (5, 1, 3):
         new = torch.stack([ids[row, start : start + count] for row, start in enumerate(at)])
@@ -66,11 +67,23 @@ def test_a_ragged_cache_continues_as_one_pass_would(target: Target, ids: Tensor)
         at = [start + count for start in at]
 
 
-def test_prefill_in_chunks_changes_nothing(target: Target, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.target.PREFILL_CHUNK", 6)
-    states = target.prefill(ids[:, :20], [20, 17], target.new_cache(2, 32))
-    close(target.logits(states.final_BTH[:, :17]), reference(target, ids[:, :17]).logits)
-    assert states.taps_BTC.shape[1] == 20
+@pytest.mark.parametrize("limit", [{"PREFILL_CHUNK": 6}, {"PREFILL_CELLS": 6 * 2 * 20}, {}])
+def test_prefill_in_chunks_changes_nothing(
+    target: Target, ids: Tensor, monkeypatch: pytest.MonkeyPatch, limit: dict[str, int]
+) -> None:
+    for key, value in limit.items():
+        monkeypatch.setattr(f"models.target.{key}", value)
+    seen: list[tuple[slice, States]] = []
+    last = target.prefill(ids[:, :20], [20, 5], target.new_cache(2, 32), lambda *part: seen.append(part))
+    assert [(part.start, part.stop) for part, _ in seen] == (
+        [(0, 6), (6, 12), (12, 18), (18, 20)] if limit else [(0, 20)]
+    )
+    whole, expected = target.features(ids[:, :20]), reference(target, ids[:, :20]).logits
+    close(target.logits(torch.cat([states.final_BTH for _, states in seen], 1)), expected)
+    close(torch.cat([states.taps_BTC for _, states in seen], 1), whole.taps_BTC)
+    for row, end in enumerate((20, 5)):
+        close(last.taps_BTC[row, 0], whole.taps_BTC[row, end - 1])
+        close(target.logits(last.final_BTH[row, 0]), expected[row, end - 1])
 
 
 def path_to(node: int) -> list[int]:
