@@ -27,7 +27,7 @@ from eval.outcome import encode, in_dtype, longest_prompt, new_matrix, row_id, w
 from eval.plan import check_settings, settings_of
 from eval.proposing import Grafted, Laps, Proposal, Proposer
 from eval.results import environment
-from eval.settings import GATED, PUBLISHED_GATES, Settings
+from eval.settings import CALIBRATED, PUBLISHED_GATES, Settings
 from eval.tree import FIELDS, DraftTree
 from eval.verify import walk
 from models.capture import Steps
@@ -65,7 +65,7 @@ class Watched(Proposer):
         inner, depth = self.inner, self.settings.depth
         f = inner.drafting.draft(depth, inner.branch, (), steps)
         confidence = [f.layers[level - 1][2].amax(1).exp() for level in levels(depth)]
-        trees: dict[str, list[DraftTree]] = {name: [] for name in GATED}
+        trees: dict[str, list[DraftTree]] = {name: [] for name in CALIBRATED}
         for stage, level in [*enumerate(levels(depth)), (UNGATED, depth)]:
             stage_B = torch.full_like(self.roots, stage)
             part = replace(f, layers=f.layers[:level], stage=stage_B, level=level).candidates()
@@ -93,11 +93,11 @@ def watch(target: Target, drafter: Eagle3, settings: Settings, batch: "Batch", m
     text = padded([row.tokens for row in decoded.rows], longest + 2 * MAX_DEPTH + settings.depth)
     reach = max(settings.depth, MAX_DEPTH)
     place, index = torch.zeros(B, dtype=torch.int64), torch.arange(B)  # of each row's root in its text
-    confidence, tokens, counts = [], {name: list[Tensor]() for name in GATED}, []
+    confidence, tokens, counts = [], {name: list[Tensor]() for name in CALIBRATED}, []
     for number, (sure, trees) in enumerate(watched.seen):
         counts.append(torch.tensor([int(p) + reach < len(r.tokens) for p, r in zip(place, decoded.rows, strict=True)]))
         confidence.append(torch.stack(sure, 1).cpu())
-        for name in GATED:
+        for name in CALIBRATED:
             said = [accepted(tree, text, place) + 1 for tree in trees[name]]
             tokens[name].append(torch.stack(said, 1))
         for row, found in zip(index, decoded.rows, strict=True):
@@ -122,7 +122,7 @@ def measured_costs(
     """Milliseconds of a round by decoder and by the stage that stopped all rows, the last one none: medians over
     batches, interleaved, after one run each that counts for nothing."""
     gates = len(levels(settings.depth))
-    kinds = [(name, stage) for name in GATED for stage in range(gates + 1)]
+    kinds = [(name, stage) for name in CALIBRATED for stage in range(gates + 1)]
     found: dict[tuple[str, int], list[float]] = {kind: [] for kind in kinds}
     for number, (prompts, row_ids) in enumerate([batches[0], *batches]):
         for name, stage in kinds:
@@ -133,7 +133,7 @@ def measured_costs(
                 found[name, stage].append(1000 * decoded.decode_seconds / decoded.rounds_total)
     if not all(found.values()):
         raise UserError("calibration needs validation prompts that the target answers with more than one token")
-    return {name: [statistics.median(found[name, stage]) for stage in range(gates + 1)] for name in GATED}
+    return {name: [statistics.median(found[name, stage]) for stage in range(gates + 1)] for name in CALIBRATED}
 
 
 def speed(log: Log, decoder: str, costs: list[float], gates: Sequence[float]) -> float:
@@ -203,7 +203,7 @@ def calibrate(
         "gates": {},
         "expected": {},
     }
-    for name in GATED:
+    for name in CALIBRATED:
         gates = choose(log, name, costs[name])
         record["gates"][name] = [*gates, *PUBLISHED_GATES[len(gates) :]]
         record["expected"][name] = {
@@ -216,7 +216,7 @@ def calibrate(
 
 
 def joined(logs: Sequence[Log]) -> Log:
-    tokens = {name: torch.cat([log.tokens[name] for log in logs]) for name in GATED}
+    tokens = {name: torch.cat([log.tokens[name] for log in logs]) for name in CALIBRATED}
     return Log(torch.cat([log.confidence for log in logs]), tokens, torch.cat([log.counts for log in logs]))
 
 
@@ -238,7 +238,7 @@ def main(recipe: Recipe) -> None:
     record["drafter"] = sha256_file(folder / "model.safetensors")
     save_matrix(matrix, folder / MATRIX_FILE, target.fingerprint)
     write_json(folder / FILE, record)
-    for name in GATED:
+    for name in CALIBRATED:
         gates, expected = record["gates"][name], record["expected"][name]
         figures = (
             f"{expected['tokens_per_s']:.1f} tokens/s expected, {expected['tokens_per_s_open']:.1f} with open gates"

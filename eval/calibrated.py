@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from eval.settings import GATED
+from eval.settings import CALIBRATED
 from models.layouts import read_provenance
 from recipes.files import sha256_file
 from recipes.schema import UserError
@@ -20,7 +20,7 @@ def read(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        gates = {name: tuple(float(gate) for gate in found["gates"][name]) for name in GATED}
+        gates = {name: tuple(float(gate) for gate in found["gates"][name]) for name in CALIBRATED}
         if not all(len(g) == 3 and all(0 <= x <= 1 for x in g) for g in gates.values()):
             raise ValueError("gates must be three numbers from 0 to 1")
         of_drafter, of_target = found["drafter"], found["target"]

@@ -3,6 +3,7 @@
 V vocabulary, R template nodes, K draft nodes.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -95,7 +96,7 @@ def template(size: int, published: bool = True, device: torch.device | str = "cp
     if published and size in HISTOGRAMS:
         levels = _by_histogram(HISTOGRAMS[size])
     else:
-        levels = sorted(_candidates(size), key=lambda p: (-_weight(p), len(p), p))[:size]
+        levels = by_weight(_candidates(size))[:size]
     paths = tuple(sorted(levels, key=lambda p: (len(p), p)))
     index = {p: 1 + i for i, p in enumerate(paths)}
     stacked = []
@@ -104,6 +105,18 @@ def template(size: int, published: bool = True, device: torch.device | str = "cp
         parents, ranks = torch.tensor(pairs, device=device).unbind(1)
         stacked.append(Level(parents, ranks))
     return Template(paths, tuple(stacked))
+
+
+def by_weight(paths: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The most probable first; a path's prefixes come before it."""
+    return sorted(paths, key=lambda p: (-_weight(p), len(p), p))
+
+
+def line(length: int, device: torch.device | str = "cpu") -> Template:
+    """One path of `length` nodes."""
+    place = torch.arange(length, device=device).unsqueeze(1)
+    levels = tuple(Level(parent, torch.zeros_like(parent)) for parent in place)
+    return Template(tuple((0,) * n for n in range(1, length + 1)), levels)
 
 
 def _weight(path: tuple[int, ...]) -> float:

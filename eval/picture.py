@@ -10,7 +10,7 @@ from eval.tree import RETRIEVAL, DraftTree
 if TYPE_CHECKING:
     from eval.harness import Bench
 
-DRAWN = ("eagle", "talon", "prune", "graft")  # their drafts have branches
+DRAWN = ("eagle", "talon", "prune", "graft", "splice")  # their drafts have branches
 ROUNDS = 24  # looked at, of which the one that shows most is drawn
 DRAFTED, GRAFTED, ACCEPTED = "#4c78a8", "#e4572e", "#2ca02c"
 

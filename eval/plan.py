@@ -110,7 +110,7 @@ def gates_of(
     if name in shapes:
         return {}, "the tuner's choice"
     if calibrated is not None:
-        return {"gates": calibrated["gates"][name]}, calibrated["words"]
+        return {"gates": calibrated["gates"]["graft" if name == "splice" else name]}, calibrated["words"]
     return {}, "published for another target; eval.calibrate finds this drafter's own"
 
 

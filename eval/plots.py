@@ -16,6 +16,7 @@ COLOURS = {
     "recycle": "#f2b134",
     "lookup": "#9d755d",
     "suffix": "#d67195",
+    "splice": "#7a3b69",
 }
 STAGE_COLOURS = dict(zip(STAGES, ("#4c78a8", "#f2b134", "#54a24b", "#b279a2", "#9d755d"), strict=True))
 

@@ -5,7 +5,7 @@ matrix, and the rows' texts. B rows, N nodes.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -13,12 +13,14 @@ from torch import Tensor
 
 from eval.copying import Lookup, Suffix
 from eval.drafting import GATE_DEPTHS, UNGATED, EagleDrafting, draft_budgets, rerank
-from eval.matrix import SuccessorMatrix, graft, retrieve, template
+from eval.matrix import SuccessorMatrix, by_weight, graft, line, retrieve, template
 from eval.settings import GATED, Settings
 from eval.talon import talon
 from eval.tree import FIELDS, RETRIEVAL, DraftTree, compact, root_only
 from models.capture import Steps
 from models.target import padded
+
+COPIED = 20  # tokens that `splice` takes from a repeated suffix, at most
 
 
 class Laps(Protocol):
@@ -34,6 +36,31 @@ class Proposal:
     stage: Tensor
     merged: Tensor
     place: Hashable = None
+
+
+class Texts:
+    """The rows' own texts, searched on the host, which hears of every token anyway; what they draft, on the device."""
+
+    def __init__(self, kind: type[Lookup] | type[Suffix], most: int, roots_B: Tensor) -> None:
+        self.kind, self.most = kind, most
+        self.rows = [kind() for _ in range(len(roots_B))]
+        self.tokens = torch.zeros(len(roots_B), most, dtype=torch.int64, device=roots_B.device)
+        self.lengths = torch.zeros_like(roots_B)
+
+    def start(self, row: int, text: list[int]) -> None:
+        self.rows[row] = self.kind()
+        self.rows[row].add(text)
+
+    def hear(self, said: list[list[int]]) -> None:
+        for text, tokens in zip(self.rows, said, strict=True):
+            text.add(tokens)
+
+    def draft(self) -> int:
+        """Fill `tokens` [B, most] and `lengths` [B], each in its place; returns the longest length."""
+        drafts = [text.draft(self.most) for text in self.rows]
+        self.tokens.copy_(padded(drafts, self.most))
+        self.lengths.copy_(torch.tensor([len(draft) for draft in drafts]))
+        return max(map(len, drafts))
 
 
 class Proposer:
@@ -119,8 +146,7 @@ class Grafted(Drafted):
             return self.tree
         merged = torch.zeros_like(self.merged)
         if self.shape.paths and (self.fixed or bool((stage_B != UNGATED).any())):
-            retrieved = retrieve(self.matrix, self.roots, self.shape)
-            tree, merged = graft(tree, retrieved, self.wanted[stage_B], self.shape)
+            tree, merged = self.grown(tree, stage_B)
         self.stage.copy_(stage_B)
         self.merged.copy_(merged)
         if not self.fixed:
@@ -130,6 +156,50 @@ class Grafted(Drafted):
         for name in FIELDS:
             getattr(self.tree, name)[:, : tree.size] = getattr(tree, name)
         return self.tree
+
+    def grown(self, tree: DraftTree, stage_B: Tensor) -> tuple[DraftTree, Tensor]:
+        """The tree with retrieved nodes where the gates freed places, and how many of these it had already [B]."""
+        return graft(tree, retrieve(self.matrix, self.roots, self.shape), self.wanted[stage_B], self.shape)
+
+
+class Spliced(Grafted):
+    """`splice`, ours: `graft` where what followed the row's longest repeated suffix comes first, and the matrix, which
+    knows one token of context, gets the places that this leaves."""
+
+    def __init__(
+        self, settings: Settings, roots_B: Tensor, fixed: bool, drafting: EagleDrafting, matrix: SuccessorMatrix
+    ) -> None:
+        super().__init__(settings, roots_B, fixed, drafting, matrix)
+        self.texts = Texts(Suffix, min(COPIED, max(settings.nodes - kept for kept in self.kept)), roots_B)
+        self.line_shape = line(self.texts.most, roots_B.device)
+        self.tree = replace(self.tree, depth=max(self.tree.depth, self.texts.most))
+        self.template = None  # no kernel grafts twice
+        self.free = settings.nodes - self.budgets  # [stages], for retrieval
+        likely = [self.shape.paths.index(path) for path in by_weight(self.shape.paths)]
+        wanted = self.wanted[:, likely]
+        self.ranks = torch.empty_like(self.wanted, dtype=torch.int64)  # [stages, R]: from 0; where not wanted, the last
+        self.ranks[:, likely] = (wanted.cumsum(1) - 1).masked_fill(~wanted, len(likely))
+
+    def propose(self, steps: Steps, clock: Laps) -> Proposal:
+        self.texts.draft()
+        clock.lap("retrieve")
+        return super().propose(steps, clock)
+
+    def grown(self, tree: DraftTree, stage_B: Tensor) -> tuple[DraftTree, Tensor]:
+        free = self.free[stage_B]
+        length = torch.minimum(self.texts.lengths, free)
+        copied = torch.arange(self.texts.most, device=length.device) < length.unsqueeze(1)
+        tree, merged = graft(tree, self.texts.tokens, copied, self.line_shape)
+        left = (free - length + merged).unsqueeze(1)
+        retrieved = retrieve(self.matrix, self.roots, self.shape)
+        tree, also = graft(tree, retrieved, self.ranks[stage_B] < left, self.shape)
+        return tree, merged + also
+
+    def start(self, row: int, text: list[int]) -> None:
+        self.texts.start(row, text)
+
+    def hear(self, said: list[list[int]]) -> None:
+        self.texts.hear(said)
 
 
 class Recycled(Proposer):
@@ -155,39 +225,28 @@ class Recycled(Proposer):
 
 
 class Copied(Proposer):
-    """`lookup` and `suffix`: what followed when the row's own text said the same before. The search runs on the host,
-    which hears of every token anyway."""
+    """`lookup` and `suffix`: what followed when the row's own text said the same before."""
 
     def __init__(self, settings: Settings, roots_B: Tensor, fixed: bool) -> None:
         super().__init__(settings, roots_B, fixed)
-        self.texts = [self._text() for _ in roots_B]
-        self.tokens = torch.zeros(len(roots_B), settings.most, dtype=torch.int64, device=roots_B.device)
-        self.lengths = torch.zeros_like(roots_B)
+        self.texts = Texts(Lookup if settings.decoder == "lookup" else Suffix, settings.most, roots_B)
 
     def propose(self, steps: Steps, clock: Laps) -> Proposal:
-        drafts = [text.draft(self.settings.most) for text in self.texts]
-        longest = max(map(len, drafts))
-        self.tokens.copy_(padded(drafts, self.settings.most))
-        self.lengths.copy_(torch.tensor([len(draft) for draft in drafts]))
+        longest = self.texts.draft()
         tree = steps.run("line", lambda: self._line(self.settings.most if self.fixed else longest))
         clock.lap("retrieve")
         return Proposal(tree, self.stage, self.merged)
 
-    def _text(self) -> Lookup | Suffix:
-        return Lookup() if self.settings.decoder == "lookup" else Suffix()
-
     def start(self, row: int, text: list[int]) -> None:
-        self.texts[row] = self._text()
-        self.texts[row].add(text)
+        self.texts.start(row, text)
 
     def hear(self, said: list[list[int]]) -> None:
-        for text, tokens in zip(self.texts, said, strict=True):
-            text.add(tokens)
+        self.texts.hear(said)
 
     def _line(self, width: int) -> DraftTree:
-        tokens = torch.cat([self.roots.unsqueeze(1), self.tokens[:, :width]], 1)
+        tokens = torch.cat([self.roots.unsqueeze(1), self.texts.tokens[:, :width]], 1)
         place = torch.arange(1 + width, device=tokens.device).expand_as(tokens)
-        valid = place <= self.lengths.unsqueeze(1)
+        valid = place <= self.texts.lengths.unsqueeze(1)
         zeros = torch.zeros_like(tokens)
         return DraftTree(tokens, (place - 1).clamp(min=0), zeros.float(), zeros + RETRIEVAL, valid, width)
 
@@ -218,8 +277,9 @@ def proposer(
     if drafting is not None:
         if settings.decoder == "talon":
             return Talon(settings, roots_B, fixed, drafting)
-        if settings.decoder == "graft":
-            return Grafted(settings, roots_B, fixed, drafting, SuccessorMatrix(vocab_size, roots_B.device))
+        if settings.remembers:
+            kind = Spliced if settings.decoder == "splice" else Grafted
+            return kind(settings, roots_B, fixed, drafting, SuccessorMatrix(vocab_size, roots_B.device))
         return Drafted(settings, roots_B, fixed, drafting)
     if settings.decoder == "recycle":
         return Recycled(settings, roots_B, fixed, SuccessorMatrix(vocab_size, roots_B.device))

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from recipes.schema import DRAFTED
 
 LINES = ("chain", "lookup", "suffix")  # what they propose has no branches
-GATED = ("graft", "prune")  # drafting stops where the drafter is unsure
+CALIBRATED = ("graft", "prune")  # whose gates `eval.calibrate` finds
+GATED = (*CALIBRATED, "splice")  # drafting stops where the drafter is unsure
 PUBLISHED_GATES = (0.15, 0.14, 0.50)  # Graft's own, for Qwen3-8B
 
 
@@ -32,7 +33,7 @@ class Settings:
     @property
     def remembers(self) -> bool:
         """A successor matrix is read and taught."""
-        return self.decoder in ("recycle", "graft")
+        return self.decoder in ("recycle", "graft", "splice")
 
     @property
     def most(self) -> int:

@@ -184,7 +184,7 @@ def candidates(recipe: Recipe, device: str) -> list[Settings]:
     lengths = {"chain": CHAINS_GPU if gpu else CHAINS_CPU, "lookup": COPIES[:3], "suffix": COPIES}
     for name in names:
         found += [settings_of(name, e, depth=k, nodes=k) for k in lengths.get(name, ())]
-        if name in ("eagle", "prune", "graft"):
+        if name in ("eagle", *GATED):
             found += [settings_of(name, e, nodes=n, depth=d, branch=min(e.branch, n)) for n, d in shapes]
         if name in ("talon", "recycle"):
             small = [(n, k) for n, k in WIDE if n <= e.nodes]

@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 HERE = Path(__file__).parent
-DECODERS = ("ar", "chain", "eagle", "talon", "prune", "recycle", "lookup", "suffix", "graft")
-DRAFTED = ("chain", "eagle", "talon", "prune", "graft")  # those that ask a drafter
+DECODERS = ("ar", "chain", "eagle", "talon", "prune", "recycle", "lookup", "suffix", "graft", "splice")
+DRAFTED = ("chain", "eagle", "talon", "prune", "graft", "splice")  # those that ask a drafter
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # What `validate` asks of single keys; rules that join several are in it.
 CHOICES: dict[str, tuple[str, ...]] = {

@@ -14,7 +14,7 @@ from eval import calibrate, run
 from eval.calibrate import GRID, Log, choose, speed, watch
 from eval.decode import STAGES, decode
 from eval.matrix import SuccessorMatrix
-from eval.settings import GATED, Settings
+from eval.settings import CALIBRATED, Settings
 from recipes.cli import entry
 from tests.eval.test_decode import LENGTHS
 from tests.eval.test_run import World
@@ -32,7 +32,7 @@ def test_what_is_logged_of_a_stage_is_what_its_round_emits(tiny_target: Callable
     prompts = [torch.randint(2, 320, (n,), generator=source).tolist() * 2 for n in LENGTHS]
     settings = Settings("graft", 40, temperature=heat)
     log = watch(target, drafter, settings, (prompts, [0, 1, 2]), SuccessorMatrix(320))
-    for name in GATED:
+    for name in CALIBRATED:
         for stage, gates in enumerate(FORCED):
             forced = replace(settings, decoder=name, gates=gates)
             rows = decode(target, drafter, prompts, forced).rows
@@ -55,7 +55,7 @@ def test_what_is_logged_of_a_stage_is_what_its_round_emits(tiny_target: Callable
 def random_log(seed: int, rounds: int = 40, rows: int = 2) -> Log:
     source = torch.Generator().manual_seed(seed)
     confidence = torch.rand(rounds, rows, 3, generator=source)
-    tokens = {name: torch.randint(1, 6, (rounds, rows, 4), generator=source).sort(2).values for name in GATED}
+    tokens = {name: torch.randint(1, 6, (rounds, rows, 4), generator=source).sort(2).values for name in CALIBRATED}
     return Log(confidence, tokens, torch.rand(rounds, rows, generator=source) < 0.8)
 
 
@@ -101,7 +101,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 def test_gates_are_stored_with_what_they_were_calibrated_on(world: World) -> None:
     found = json.loads((world.folder / "drafter" / "calibrated.json").read_text())
     assert found["shape"] == {"nodes": 4, "depth": 2, "branch": 2} and found["prompts"] == 18 and found["rounds"] > 0
-    for name in GATED:
+    for name in CALIBRATED:
         assert len(found["gates"][name]) == 3 and found["gates"][name][2] == 0.5  # this tree has two gates
         expected = found["expected"][name]
         assert len(expected["ms_a_round_by_stage"]) == len(expected["tokens_a_round_by_stage"]) == 3
@@ -110,17 +110,21 @@ def test_gates_are_stored_with_what_they_were_calibrated_on(world: World) -> Non
 
 
 def gates_run(world: World, *extra: str) -> dict[str, Any]:
-    arguments = ("eval.decoders=[prune,graft]", "eval.limit=1", "eval.lossless=-1", *extra)
+    arguments = ("eval.decoders=[prune,graft,splice]", "eval.limit=1", "eval.lossless=-1", *extra)
     entry(run.main, world.arguments(*arguments))
-    tables = {name: json.loads((world.folder / "out" / f"results-{name}.json").read_text()) for name in GATED}
+    tables = {
+        name: json.loads((world.folder / "out" / f"results-{name}.json").read_text())
+        for name in (*CALIBRATED, "splice")
+    }
     return {name: (table["settings"]["gates"], table["settings"]["gates_from"]) for name, table in tables.items()}
 
 
 def test_a_run_uses_them_by_default_and_says_so(world: World) -> None:
     found = json.loads((world.folder / "drafter" / "calibrated.json").read_text())
     used = gates_run(world)
-    for name in GATED:
+    for name in CALIBRATED:
         assert used[name][0] == found["gates"][name] and "calibrated on 18 prompts" in used[name][1]
+    assert used["splice"] == used["graft"], "what is retrieved differs, not where drafting stops"
     assert "calibrated on 18 prompts" in (world.folder / "out" / "report.md").read_text()
     assert gates_run(world, "eval.gates=[0.3,0.2,0.1]")["graft"] == ([0.3, 0.2, 0.1], "the recipe's")
 

@@ -54,6 +54,8 @@ SETTINGS = [
     Settings("graft", NEW, depth=4, branch=4, nodes=20, gates=(0.3, 0.1, 0.5)),
     Settings("graft", NEW, gates=(0.02, 0.001, 0.5)),
     Settings("graft", NEW, temperature=1.0, gates=(0.02, 0.001, 0.5)),
+    Settings("splice", NEW, depth=4, branch=4, nodes=20, gates=(0.3, 0.1, 0.5)),
+    Settings("splice", NEW, temperature=1.0, gates=(0.02, 0.001, 0.5)),
     Settings("prune", NEW, depth=4, branch=4, nodes=20, gates=(0.3, 0.1, 0.5)),
     Settings("prune", NEW, depth=2, branch=4, nodes=12, gates=(0.02, 0.2, 0.5)),
     Settings("recycle", NEW, nodes=20),
@@ -64,7 +66,7 @@ SETTINGS = [
     Settings("talon", NEW, depth=5, branch=3, nodes=20),
 ]
 GREEDY = [settings for settings in SETTINGS if settings.temperature == 0]
-COPYING = ("recycle", "lookup", "suffix", "graft")  # what they accept may come from elsewhere than a drafter
+COPYING = ("recycle", "lookup", "suffix", "graft", "splice")  # what they accept may come from elsewhere than a drafter
 
 
 def name(settings: Settings) -> str:
@@ -89,12 +91,12 @@ def check_books(row: RowResult, decoder: str, depth: int, limit: int) -> None:
     assert len(row.origins) == len(row.tokens) and row.origins[0] == "bonus"
     assert {name: row.origins.count(name) for name in row.sources} == row.sources
     assert sum(row.stages.values()) == row.rounds
-    if decoder not in ("prune", "graft"):
+    if decoder not in ("prune", "graft", "splice"):
         assert row.stages["none"] == row.rounds
-    assert max(row.drafted_depth_per_round) <= (9 if decoder in ("recycle", "graft") else depth)
+    assert max(row.drafted_depth_per_round) <= {"recycle": 9, "graft": 9, "splice": 20}.get(decoder, depth)
     if decoder not in COPYING:
         assert row.sources["retrieval"] == 0
-    elif decoder != "graft":
+    elif decoder not in ("graft", "splice"):
         assert row.sources["drafter"] == 0
 
 

@@ -22,6 +22,7 @@ SETTINGS = {
     "talon": Settings("talon", NEW, depth=5, branch=3, nodes=12),
     "prune": Settings("prune", NEW, depth=3, branch=4, nodes=20, gates=(0.3, 0.1, 0.5)),
     "graft": Settings("graft", NEW, depth=3, branch=4, nodes=20, gates=(0.3, 0.1, 0.5)),
+    "splice": Settings("splice", NEW, depth=3, branch=4, nodes=20, gates=(0.3, 0.1, 0.5)),
     "recycle": Settings("recycle", NEW, nodes=20),
     "lookup": Settings("lookup", NEW, depth=10),
     "suffix": Settings("suffix", NEW, depth=10),

@@ -26,6 +26,8 @@ DRAFTERS = {
     "graft-20": Settings("graft", NEW, depth=3, branch=3, nodes=20, gates=(0.9, 0.9, 0.9)),
     "graft-60": Settings("graft", NEW, gates=(0.02, 0.001, 0.5)),
     "graft-open": Settings("graft", NEW, gates=(0.0, 0.0, 0.0)),
+    "splice-20": Settings("splice", NEW, depth=3, branch=3, nodes=20, gates=(0.9, 0.9, 0.9)),
+    "splice-60": Settings("splice", NEW, gates=(0.02, 0.001, 0.5)),
     "prune-60": Settings("prune", NEW, gates=(0.02, 0.001, 0.5)),
     "prune-shut": Settings("prune", NEW, depth=3, branch=3, nodes=20, gates=(0.9, 0.9, 0.9)),
     "recycle-60": Settings("recycle", NEW),
@@ -186,6 +188,7 @@ JOINT = {
     "eagle": Settings("eagle", 4, 1.0, seed=13, depth=3, branch=3, nodes=8),
     "graft": Settings("graft", 4, 1.0, seed=14, depth=3, branch=3, nodes=8, gates=(0.2, 0.2, 0.5)),
     "graft, all retrieved": Settings("graft", 4, 0.8, seed=15, depth=2, branch=2, nodes=12, gates=(1.0, 1.0, 1.0)),
+    "splice": Settings("splice", 4, 1.0, seed=21, depth=3, branch=3, nodes=8, gates=(0.2, 0.2, 0.5)),
     "prune": Settings("prune", 4, 1.0, seed=16, depth=3, branch=3, nodes=20, gates=(0.2, 0.2, 0.5)),
     "recycle": Settings("recycle", 4, 1.0, seed=17, nodes=12),
     "lookup": Settings("lookup", 4, 1.0, seed=18, depth=3),
@@ -207,5 +210,5 @@ def test_the_joint_law_of_three_tokens(small: tuple[Target, Eagle3], name: str) 
 
 def test_shared_noise_gives_the_same_draws_to_all(small: tuple[Target, Eagle3]) -> None:
     plain = sampled(small, JOINT["ar"])
-    for name in ("chain", "eagle", "graft", "prune", "recycle", "lookup", "suffix", "talon"):
+    for name in ("chain", "eagle", "graft", "prune", "recycle", "lookup", "suffix", "splice", "talon"):
         assert torch.equal(sampled(small, replace(JOINT[name], seed=11)), plain)

@@ -10,8 +10,8 @@ import torch
 
 from eval.drafting import UNGATED, draft_budgets
 from eval.engine import Clock
-from eval.matrix import WIDTH, SuccessorMatrix, template
-from eval.proposing import Proposal, Recycled, proposer
+from eval.matrix import RANK_WEIGHTS, WIDTH, SuccessorMatrix, template
+from eval.proposing import Proposal, Recycled, Spliced, proposer
 from eval.settings import Settings
 from eval.talon import RATIO
 from eval.tree import RETRIEVAL
@@ -160,3 +160,44 @@ def test_what_a_decoder_holds() -> None:
         if not drafts:
             made = proposer(settings, torch.tensor([1]), False, None, 12)
             assert isinstance(made.matrix, SuccessorMatrix) == remembers and made.drafting is None
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("gates", [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0), (0.0, 0.0, 0.0)])
+def test_splice_fills_the_freed_places_with_the_repeated_suffix_first(
+    scene: Scene, gates: tuple[float, ...], fixed: bool
+) -> None:
+    """Rows with a long repeat, a short one and none: the copied line, as far as there is room, then graft's own nodes,
+    the likeliest first, as many as there is room left for; what the tree already had takes no room."""
+    settings = Settings("splice", depth=8, branch=4, nodes=60, gates=gates)
+    made = proposer(settings, scene.roots, fixed, scene.drafting([0, 1, 2]), 320)
+    assert isinstance(made, Spliced)
+    source = torch.Generator().manual_seed(3)
+    made.matrix.update(torch.arange(320), torch.rand(320, 320, generator=source).topk(WIDTH).indices)
+    pruned = proposed(scene, replace(settings, decoder="prune"))
+    first = sorted(path_set(pruned.tree, 0), key=len)[0][0]  # a token that the draft of row 0 has below the root
+    root = scene.roots.tolist()
+    repeat = [*range(100, 108), root[0], first, *range(120, 150)]
+    texts = [[*repeat, *range(100, 108), root[0]], [root[1], 5, 6, 7, root[1]], [9, root[2]]]
+    for row, text in enumerate(texts):
+        made.start(row, [4, 4, 4])
+        made.start(row, text)
+    found = made.propose(Steps(CPU, captures=False), Clock(CPU))
+    stage = next((i for i, gate in enumerate(gates) if gate), UNGATED)
+    free = 60 - draft_budgets(60)[stage]
+    paths = template(free).paths if free else ()
+    copies = [repeat[9:29], [5, 6, 7, root[1]], []]
+    for row in range(3):
+        expected = path_set(pruned.tree, row)
+        copied = {tuple(copies[row][: n + 1]) for n in range(min(free, len(copies[row])))}
+        left = free - len(copied - expected)
+        expected |= copied
+        likely = sorted(paths, key=lambda p: (-math.prod(RANK_WEIGHTS[r] for r in p), len(p), p))[:left]
+        for ranks in likely:
+            path: list[int] = []
+            for rank in ranks:
+                path.append(int(made.matrix.rows[path[-1] if path else root[row], rank]))
+            expected.add(tuple(path))
+        assert path_set(found.tree, row) == expected
+    assert found.tree.size <= 61 and found.tree.depth >= (20 if free >= 20 else 8)
+    assert bool(found.merged[0]) == bool(free)

@@ -191,11 +191,11 @@ def test_no_prompts_no_tuning() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_the_baselines_are_tuned_as_well(device: str) -> None:
-    names = ["talon", "prune", "recycle", "lookup", "suffix", "graft"]
+    names = ["talon", "prune", "recycle", "lookup", "suffix", "graft", "splice"]
     found = tune.candidates(fake_recipe(decoders=names, nodes=16), device)
     assert {s.decoder for s in found} == {"ar", *names}
     assert max(s.nodes for s in found if s.decoder not in ("ar", "suffix")) == 16
     assert sorted(s.depth for s in found if s.decoder == "suffix") == [3, 6, 10, 40]
-    gates = {name: {s.gates for s in found if s.decoder == name} for name in ("prune", "graft")}
-    assert gates["prune"] == gates["graft"] and len(gates["graft"]) == 2
+    gates = {name: {s.gates for s in found if s.decoder == name} for name in ("prune", "graft", "splice")}
+    assert gates["prune"] == gates["graft"] == gates["splice"] and len(gates["graft"]) == 2
     assert len(set(found)) == len(found)
