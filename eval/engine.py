@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eval.blocks import BlockDrafting
 from eval.drafting import EagleDrafting
 from eval.matrix import WIDTH, SuccessorMatrix
 from eval.proposing import Proposal, proposer
@@ -97,7 +98,7 @@ class Engine:
         target: Target,
         settings: Settings,
         cache: KVCache,
-        drafting: EagleDrafting | None,
+        drafting: EagleDrafting | BlockDrafting | None,
         fixed: bool | None = None,
     ) -> None:
         self.target, self.settings, self.cache, self.drafting = target, settings, cache, drafting

@@ -4,6 +4,7 @@ A proposer reads what it holds of three things, which the engine keeps up to dat
 matrix, and the rows' texts. B rows, N nodes.
 """
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -11,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from eval.blocks import BlockDrafting, confident, filled
 from eval.copying import Lookup, Suffix
 from eval.drafting import GATE_DEPTHS, UNGATED, EagleDrafting, draft_budgets, rerank
 from eval.matrix import SuccessorMatrix, by_weight, graft, line, retrieve, template
@@ -19,6 +21,7 @@ from eval.talon import talon
 from eval.tree import FIELDS, RETRIEVAL, DraftTree, compact, root_only
 from models.capture import Steps
 from models.target import padded
+from recipes.schema import UserError
 
 COPIED = 20  # tokens that `splice` takes from a repeated suffix, at most
 
@@ -67,7 +70,7 @@ class Proposer:
     """Plain decoding: nothing is proposed."""
 
     line = True  # nodes follow one another, so that neither positions nor masks are needed
-    drafting: EagleDrafting | None = None
+    drafting: EagleDrafting | BlockDrafting | None = None
     matrix: SuccessorMatrix | None = None
 
     def __init__(self, settings: Settings, roots_B: Tensor, fixed: bool) -> None:
@@ -202,6 +205,33 @@ class Spliced(Grafted):
         self.texts.hear(said)
 
 
+class Blocked(Proposer):
+    """A block drafter's line of `depth` places: all of it (`chain`), its confident beginning (`prune`), or this and the
+    matrix's guesses in the places behind it (`graft`)."""
+
+    def __init__(self, settings: Settings, roots_B: Tensor, fixed: bool, drafting: BlockDrafting, vocab: int) -> None:
+        super().__init__(settings, roots_B, fixed)
+        if settings.decoder not in ("chain", "prune", "graft"):
+            raise UserError(f"decoder={settings.decoder} is not for a drafter of lines. Use chain, prune or graft")
+        self.drafting: BlockDrafting = drafting
+        self.matrix = SuccessorMatrix(vocab, roots_B.device) if settings.remembers else None
+        gate = settings.gates[0] if settings.decoder in GATED else 0.0
+        self.bar = math.log(gate) if gate else -math.inf
+
+    def propose(self, steps: Steps, clock: Laps) -> Proposal:
+        tokens, logp = steps.run("block", lambda: self.drafting.block(self.settings.depth))
+        clock.lap("draft")
+        tree, stage = steps.run("fill", lambda: self.fill(tokens, logp))
+        clock.lap("retrieve")
+        return Proposal(tree, stage, self.merged)
+
+    def fill(self, tokens_BL: Tensor, logp_BL: Tensor) -> tuple[DraftTree, Tensor]:
+        """The line, and each row's stage: its first gate's where the line was cut."""
+        kept = confident(logp_BL, self.bar)
+        tree = filled(self.roots, tokens_BL, logp_BL, kept, self.matrix)
+        return tree if self.fixed else compact(tree), torch.where(kept.all(1), UNGATED, 0)
+
+
 class Recycled(Proposer):
     """`recycle`: the matrix alone (Token Recycling, arXiv 2408.08696), in the most probable rank paths of our weights
     and not in its published tree of 80 nodes; as for `graft`, prompts teach it and cold rows are left out."""
@@ -270,11 +300,13 @@ class Talon(Proposer):
 
 
 def proposer(
-    settings: Settings, roots_B: Tensor, fixed: bool, drafting: EagleDrafting | None, vocab_size: int
+    settings: Settings, roots_B: Tensor, fixed: bool, drafting: EagleDrafting | BlockDrafting | None, vocab_size: int
 ) -> Proposer:
     """The proposer of a decoder; `drafting` is there where `settings.drafts`."""
     assert (drafting is not None) == settings.drafts
     if drafting is not None:
+        if not isinstance(drafting, EagleDrafting):
+            return Blocked(settings, roots_B, fixed, drafting, vocab_size)
         if settings.decoder == "talon":
             return Talon(settings, roots_B, fixed, drafting)
         if settings.remembers:
