@@ -47,8 +47,9 @@ def _top_of_chunks(
 
 
 @triton.jit
-def _mass_of_chunk(logits, peaks, masses, V, chunks, sharpness, BLOCK: tl.constexpr):
+def _mass_of_chunk(logits, temperatures, peaks, masses, V, chunks, BLOCK: tl.constexpr):
     row, chunk = tl.program_id(0), tl.program_id(1)
+    sharpness = 1.0 / tl.load(temperatures + row)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row.to(tl.int64) * V + at, mask=at < V, other=float("-inf")).to(tl.float32) * sharpness
     peak = tl.max(x, 0)
@@ -58,9 +59,10 @@ def _mass_of_chunk(logits, peaks, masses, V, chunks, sharpness, BLOCK: tl.conste
 
 @triton.jit
 def _draw_token(
-    logits, uniforms, peaks, masses, chosen, V, chunks, sharpness, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
+    logits, temperatures, uniforms, peaks, masses, chosen, V, chunks, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row, c = tl.program_id(0), tl.arange(0, CHUNKS)
+    sharpness = 1.0 / tl.load(temperatures + row)
     peak = tl.load(peaks + row * chunks + c, mask=c < chunks, other=float("-inf"))
     highest = tl.max(peak, 0)
     mass = tl.load(masses + row * chunks + c, mask=c < chunks, other=0.0) * tl.exp(peak - highest)
@@ -223,16 +225,19 @@ def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return best, chosen, total
 
 
-def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
-    """`models.sampling.draw` of the plain law at a temperature, in fp32: [..., V], float64 [...] -> int64 [...]."""
+def draw(logits: Tensor, uniforms: Tensor, temperature: float | Tensor) -> Tensor:
+    """`models.sampling.draw` of the plain law at a temperature, or at one for each row, in fp32: [..., V] logits and
+    float64 [...] -> int64 [...]."""
     V, block = logits.shape[-1], 2048
     rows, chunks = logits.numel() // V, triton.cdiv(V, block)
     peaks, masses = (logits.new_empty(rows, chunks, dtype=torch.float32) for _ in range(2))
-    chosen, sharpness = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device), 1 / temperature
-    _mass_of_chunk[(rows, chunks)](logits, peaks, masses, V, chunks, sharpness, block, num_warps=4)
-    widest = triton.next_power_of_2(chunks)
+    if not isinstance(temperature, Tensor):
+        temperature = logits.new_full((rows,), temperature, dtype=torch.float32)
+    chosen = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    _mass_of_chunk[(rows, chunks)](logits, temperature, peaks, masses, V, chunks, block, num_warps=4)
     _draw_token[(rows,)](
-        logits, uniforms, peaks, masses, chosen, V, chunks, sharpness, widest, block, num_warps=4
+        logits, temperature, uniforms, peaks, masses, chosen, V, chunks, triton.next_power_of_2(chunks), block,
+        num_warps=4,
     )  # fmt: skip
     return chosen
 
