@@ -112,13 +112,6 @@ def by_weight(paths: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
     return sorted(paths, key=lambda p: (-_weight(p), len(p), p))
 
 
-def line(length: int, device: torch.device | str = "cpu") -> Template:
-    """One path of `length` nodes."""
-    place = torch.arange(length, device=device).unsqueeze(1)
-    levels = tuple(Level(parent, torch.zeros_like(parent)) for parent in place)
-    return Template(tuple((0,) * n for n in range(1, length + 1)), levels)
-
-
 def _weight(path: tuple[int, ...]) -> float:
     weight = 1.0
     for rank in path:
@@ -189,3 +182,24 @@ def graft(tree: DraftTree, retrieved_BR: Tensor, wanted_BR: Tensor, shape: Templ
         max(tree.depth, len(shape.levels)),
     )
     return joined, merged.sum(1)
+
+
+def hang(tree: DraftTree, line_BL: Tensor, lengths_B: Tensor) -> tuple[DraftTree, Tensor]:
+    """`graft` of a single line, the first `lengths` tokens of each row."""
+    K = tree.size
+    at, merged = torch.zeros_like(lengths_B), torch.zeros_like(lengths_B)
+    for depth in range(min(tree.depth, line_BL.shape[1])):
+        found, child = tree.children(at, line_BL[:, depth])
+        found = found & (merged == depth) & (depth < lengths_B)
+        at, merged = torch.where(found, child, at), merged + found
+    place = torch.arange(line_BL.shape[1], device=line_BL.device).expand_as(line_BL)
+    first = place == merged.unsqueeze(1)
+    joined = DraftTree(
+        torch.cat([tree.tokens, line_BL], 1),
+        torch.cat([tree.parents, torch.where(first, at.unsqueeze(1), K + place - 1)], 1),
+        torch.cat([tree.scores, tree.scores.new_full(line_BL.shape, -1e9)], 1),
+        torch.cat([tree.source, torch.full_like(line_BL, RETRIEVAL)], 1),
+        torch.cat([tree.valid, (place >= merged.unsqueeze(1)) & (place < lengths_B.unsqueeze(1))], 1),
+        max(tree.depth, line_BL.shape[1]),
+    )
+    return joined, merged

@@ -15,7 +15,7 @@ from torch import Tensor
 from eval.blocks import BlockDrafting, confident, filled
 from eval.copying import Lookup, Suffix
 from eval.drafting import GATE_DEPTHS, UNGATED, EagleDrafting, draft_budgets, rerank
-from eval.matrix import SuccessorMatrix, by_weight, graft, line, retrieve, template
+from eval.matrix import SuccessorMatrix, by_weight, graft, hang, retrieve, template
 from eval.settings import GATED, Settings
 from eval.talon import talon
 from eval.tree import FIELDS, RETRIEVAL, DraftTree, compact, root_only
@@ -174,7 +174,6 @@ class Spliced(Grafted):
     ) -> None:
         super().__init__(settings, roots_B, fixed, drafting, matrix)
         self.texts = Texts(Suffix, min(COPIED, max(settings.nodes - kept for kept in self.kept)), roots_B)
-        self.line_shape = line(self.texts.most, roots_B.device)
         self.tree = replace(self.tree, depth=max(self.tree.depth, self.texts.most))
         self.template = None  # no kernel grafts twice
         self.free = settings.nodes - self.budgets  # [stages], for retrieval
@@ -191,8 +190,7 @@ class Spliced(Grafted):
     def grown(self, tree: DraftTree, stage_B: Tensor) -> tuple[DraftTree, Tensor]:
         free = self.free[stage_B]
         length = torch.minimum(self.texts.lengths, free)
-        copied = torch.arange(self.texts.most, device=length.device) < length.unsqueeze(1)
-        tree, merged = graft(tree, self.texts.tokens, copied, self.line_shape)
+        tree, merged = hang(tree, self.texts.tokens, length)
         left = (free - length + merged).unsqueeze(1)
         retrieved = retrieve(self.matrix, self.roots, self.shape)
         tree, also = graft(tree, retrieved, self.ranks[stage_B] < left, self.shape)

@@ -21,7 +21,7 @@ from models.source import Source, load_model, load_tokenizer, resolve
 from recipes.schema import TargetConfig, UserError
 
 PREFILL_CHUNK = 2048  # positions of a prefill's forward, at most
-PREFILL_CELLS = 1 << 24  # of its mask (rows x positions x context), at most
+PREFILL_CELLS = 1 << 25  # of its mask (rows x positions x context), at most
 FEW_TOKENS = 64  # a row, for which a CPU has kernels of its own
 
 AttendFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, queries, keys, values) -> [B, T, N*D]

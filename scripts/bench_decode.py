@@ -44,6 +44,7 @@ DECODERS = {
     "eagle": Settings("eagle"),
     "graft": Settings("graft", gates=(0.0, 0.0, 0.0)),  # drafts to the end: the dearest round
     "graft-stopped": Settings("graft", gates=(1.0, 1.0, 1.0)),  # stops at once: all retrieval
+    "splice-stopped": Settings("splice", gates=(1.0, 1.0, 1.0)),
 }
 
 

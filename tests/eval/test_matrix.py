@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eval.drafting import draft_budgets
-from eval.matrix import HISTOGRAMS, WIDTH, SuccessorMatrix, graft, retrieve, template
+from eval.matrix import HISTOGRAMS, WIDTH, SuccessorMatrix, graft, hang, retrieve, template
 from eval.tree import DRAFTER, RETRIEVAL, compact
 from tests.eval.trees import Path, node_paths, path_set, random_paths, tree_of
 
@@ -157,3 +157,21 @@ def test_retrieved_nodes_score_below_all_drafts() -> None:
     mask = torch.ones(1, 5, dtype=torch.bool)
     joined, _ = graft(tree, retrieve(random_matrix(1, 0.0), torch.tensor([0]), shape), mask, shape)
     assert float(joined.scores[0, joined.source[0] == RETRIEVAL].max()) < float(tree.scores.min())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_line_hangs_in_the_trie(seed: int) -> None:
+    """Rows whose line follows the tree for none, some or all of its way, and further; short ones and none at all."""
+    draw = random.Random(seed)
+    drafts = [random_paths(draw, 5, draw.randint(1, 4), 3)[: draw.randint(1, 12)] for _ in range(8)]
+    drafts = [sorted({path[:n] for path in row for n in range(1, 1 + len(path))}) for row in drafts]
+    tree, lengths = tree_of(drafts, [1] * 8), [draw.randint(0, 7) for _ in range(8)]
+    lines = [([*draw.choice([*row, ()])] + [draw.randrange(5) for _ in range(7)])[:7] for row in drafts]
+    joined, merged = hang(tree, torch.tensor(lines), torch.tensor(lengths))
+    assert (joined.parents[:, 1:] < torch.arange(1, joined.size)).all()
+    for row, (draft, line, length) in enumerate(zip(drafts, lines, lengths, strict=True)):
+        copied = {tuple(line[:n]) for n in range(1, 1 + length)}
+        assert path_set(joined, row) == set(draft) | copied
+        assert int(merged[row]) == len(copied & set(draft))
+        assert int((joined.source[row] == RETRIEVAL)[joined.valid[row]].sum()) == len(copied - set(draft))
+    assert joined.depth >= max(map(len, path_set(joined, 0)), default=0)
