@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from data_prep.schemas import Conversation
 from data_prep.template import Message
-from recipes.files import sha256_json
 from recipes.schema import UserError
 
 SHIPPED = Path(__file__).parent / "prompts"
@@ -32,6 +32,18 @@ class Prompt:
     category: str = ""
     system: str | None = None
     reference: list[Any] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    template_args: dict[str, Any] = field(default_factory=dict)  # of this prompt, laid over the recipe's
+
+    def arguments(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """What the chat template is given besides the messages: the recipe's arguments, the prompt's, and the tools."""
+        return {**args, **self.template_args, **({"tools": self.tools} if self.tools else {})}
+
+    def conversation(self) -> Conversation:
+        """The same questions, no answer kept."""
+        system = [{"role": "system", "content": self.system}] if self.system is not None else []
+        said: list[Message] = [*system, *({"role": "user", "content": turn} for turn in self.turns)]
+        return Conversation(self.id, said, self.category, self.tools, self.template_args, self.reference, "turns")
 
     def messages(self, answers: Iterable[str] = ()) -> list[Message]:
         """The conversation up to the first unanswered user turn."""
@@ -44,7 +56,7 @@ class Prompt:
     @property
     def key(self) -> str:
         """Hash of what is asked: equal for equal prompts, whatever they are called."""
-        return sha256_json([self.system, self.turns])
+        return self.conversation().key
 
 
 def load_prompts(name_or_path: str, limit: int = 0) -> list[Prompt]:

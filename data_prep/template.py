@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from recipes.schema import UserError
 
-Message = dict[str, str]
+Message = dict[str, Any]  # role, content, and what the template knows besides: reasoning_content, tool_calls, ...
 SENTINEL = "EspalierSentinelText"  # no template holds it, and no template changes it
 
 
