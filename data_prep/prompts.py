@@ -159,7 +159,7 @@ def read_hub(dataset: str, split: str, column: str, limit: int = 0) -> list[Prom
 
 
 def to_record(prompt: Prompt) -> dict[str, Any]:
-    return {key: value for key, value in asdict(prompt).items() if value not in (None, [], "")}
+    return {key: value for key, value in asdict(prompt).items() if value not in (None, [], {}, "")}
 
 
 def _turns(cell: Any, where: str) -> list[str]:
