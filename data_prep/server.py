@@ -24,7 +24,8 @@ ATTEMPTS = 8  # for one answer: about two minutes of waiting in all
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds between attempts; doubled from one to the next
 WAVES = 16  # rows of a shard for each request in flight
 OPEN_SHARDS = 2  # the next shard begins while the last answers of one are waited for
-KEPT_FAILURES = 0.5  # share of a shard's dialogues; a server that fails more of them is down, and the shard not written
+LOST = 8  # requests in a row, or as many as are in flight, that are given up before the server counts as down
+FEW = 0.5  # share of a shard's dialogues; a shard of which more have failed is not written
 # neutral values, sent because vLLM would otherwise take its defaults from the model's generation_config.json
 PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
 PLAIN |= {"frequency_penalty": 0.0, "n": 1, "stream": False}
@@ -122,7 +123,7 @@ class Server:
 
     def _refuse_ruins(self, number: int, dialogues: list[Dialogue]) -> None:
         failed = [d for d in dialogues if d.fate == "failed"]
-        if len(failed) > KEPT_FAILURES * len(dialogues):
+        if len(failed) > FEW * len(dialogues):
             raise UserError(
                 f"the server at {self.config.url} failed {len(failed)} of the {len(dialogues)} dialogues of shard "
                 f"{number + 1}, one of them with: {failed[-1].why}. Finished shards are kept. {MEND}"
@@ -183,6 +184,7 @@ class Session:
         self.server, self.client = server, client
         self.room = asyncio.Semaphore(server.config.concurrency)
         self.free_at = 0.0  # when the next request may go, on the loop's clock
+        self.lost = 0  # requests given up since the last answer
 
     async def complete(
         self, request: Request, stop_ids: frozenset[int], seed: int, troubles: Counter[str]
@@ -206,7 +208,9 @@ class Session:
                     wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (attempt - 1))
                     await asyncio.sleep(wait * random.uniform(0.5, 1.0))
                 try:
-                    return self._read(await self._post(body), request, stop_ids, troubles), ""
+                    answer = self._read(await self._post(body), request, stop_ids, troubles)
+                    self.lost = 0
+                    return answer, ""
                 except Trouble as trouble:
                     why = f"{trouble.kind}: {trouble}"
                     troubles[trouble.kind] += 1
@@ -214,6 +218,12 @@ class Session:
                     troubles["refused"] += 1
                     return None, str(error)
         troubles["given up"] += 1
+        self.lost += 1
+        if self.lost >= max(LOST, self.server.config.concurrency):
+            raise UserError(
+                f"the server at {self.server.config.url} has left {self.lost} requests in a row unanswered, each asked "
+                f"{ATTEMPTS} times, the last with {why}. Finished shards are kept. {MEND}"
+            )
         return None, why
 
     async def score(self, ids: list[int]) -> list[float] | None:
@@ -242,6 +252,8 @@ class Session:
             raise Trouble("half a body", str(error)) from error
         except httpx.TransportError as error:
             raise Trouble("no connection", str(error)) from error
+        except httpx.RequestError as error:  # a body that does not decompress, a ring of redirects
+            raise Trouble("garbage", str(error)) from error
         status, text = reply.status_code, reply.text[:300]
         if status == 429 or status >= 500 or status in (408, 425):
             pause = reply.headers.get("retry-after", "")
@@ -288,5 +300,6 @@ class Session:
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < server.vocab_size for i in ids):
             raise Trouble("garbage", f"no token ids of the target's vocabulary: {json.dumps(reply)[:300]}")
         if reason == "stop" and (not ids or ids[-1] not in stop_ids):
-            ids = [*ids, stopped_by if stopped_by in stop_ids else server.end_id]
+            known = isinstance(stopped_by, int) and stopped_by in stop_ids
+            ids = [*ids, stopped_by if known else server.end_id]
         return ids[: request.limit]

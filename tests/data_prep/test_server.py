@@ -170,7 +170,7 @@ def test_a_server_that_dies_leaves_whole_shards_and_the_next_run_goes_on(
     recipe = served("dying")
     fake.asked.clear()
     fake.faults = lambda n, body: status(500, "out of memory") if n > 40 else None
-    with pytest.raises(UserError, match=r"failed \d+ of the 14 dialogues of shard \d.*500: out of memory") as caught:
+    with pytest.raises(UserError, match="left 8 requests in a row unanswered, .* 500: out of memory") as caught:
         prepare(recipe, never)
     assert "Finished shards are kept" in str(caught.value) and "Traceback" not in str(caught.value)
     [folder] = Path(recipe.data.cache).glob("answers-*")
@@ -180,6 +180,14 @@ def test_a_server_that_dies_leaves_whole_shards_and_the_next_run_goes_on(
     prepare(recipe, never)
     assert rows_of(recipe) == rows_of(served("good"))
     assert len(fake.asked) - asked < 60  # the shards that were there were not asked for again
+
+
+def test_a_server_that_takes_nothing_gives_no_shard(served: Callable[..., Recipe], fake: Fake) -> None:
+    fake.faults = lambda n, body: status(422, "unknown parameter top_k")
+    recipe = served()
+    with pytest.raises(UserError, match=r"failed 1\d of the 1\d dialogues of shard \d, .*422: unknown parameter top_k"):
+        prepare(recipe, never)
+    assert not [*Path(recipe.data.cache).glob("answers-*/shard-*")]
 
 
 def test_killed_and_run_again_it_holds_the_same_rows(served: Callable[..., Recipe], fake: Fake) -> None:
