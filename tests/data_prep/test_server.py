@@ -170,7 +170,7 @@ def test_a_server_that_dies_leaves_whole_shards_and_the_next_run_goes_on(
     recipe = served("dying")
     fake.asked.clear()
     fake.faults = lambda n, body: status(500, "out of memory") if n > 40 else None
-    with pytest.raises(UserError, match="left 8 requests in a row unanswered, .* 500: out of memory") as caught:
+    with pytest.raises(UserError, match=r"left 8 requests in a row unanswered, .* 500: out of memory") as caught:
         prepare(recipe, never)
     assert "Finished shards are kept" in str(caught.value) and "Traceback" not in str(caught.value)
     [folder] = Path(recipe.data.cache).glob("answers-*")
