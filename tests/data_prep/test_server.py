@@ -303,7 +303,8 @@ def test_an_interrupt_is_not_held_up_by_open_requests(served: Callable[..., Reci
     fork = multiprocessing.get_context("fork")
     process = fork.Process(target=prepare, args=(recipe, never))
     process.start()
-    while len(fake.asked) < 8:
+    deadline = time.monotonic() + 60
+    while len(fake.asked) < 8 and time.monotonic() < deadline:
         time.sleep(0.02)
     began = time.monotonic()
     assert process.pid is not None
