@@ -232,7 +232,7 @@ def _rows(
     low = low_coverage(report["vocabulary"]["coverage"], "training")
     low += low_coverage(report["vocabulary"]["coverage_validation"], "validation")
     report["warnings"] = [*(f"{w}. Raise eagle.draft_vocab" for w in low), *report["answers"]["warnings"]]
-    by_key = {(name, r.id): _prompt(r) for name, r in pairs if isinstance(r, Conversation)}
+    by_key = {(name, r.id): _prompt(r) for name, r in pairs if isinstance(r, Conversation) and _plain(r)}
     with whole_folder(folder) as aside:
         write_rows(train, aside / "train")
         write_rows(validation, aside / "validation")
@@ -259,6 +259,11 @@ def _check_apart(recipe: Recipe, lazy: Lazy, pairs: list[tuple[str, Record]], pr
         write_json(path, contamination.contamination(questions, sets))
     for warning in contamination.warnings(read_json(path, "the contamination report")):
         print(f"data: warning: {warning}", flush=True)
+
+
+def _plain(conversation: Conversation) -> bool:
+    """All that is asked is said by the user, so that the questions alone can be put to a decoder."""
+    return all(m["role"] != "tool" for m in conversation.messages)
 
 
 def _prompt(conversation: Conversation) -> Prompt:

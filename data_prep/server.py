@@ -57,7 +57,10 @@ class Server:
             "headers": {"Authorization": f"Bearer {key}"} if key else {},
             "timeout": config.timeout,
         }
-        self.served = self._find_model(longest)
+        entry, alike = self._find_model(longest)
+        # of the entry in /models, what does not change from start to start
+        self.served = {key: entry[key] for key in ("id", "root") if entry.get(key)}
+        self.names = alike
 
     def describe(self) -> dict[str, Any]:
         return {"writer": "server", "served": self.served, "rows_a_shard": WAVES * self.config.concurrency}
@@ -143,8 +146,8 @@ class Server:
                 error = error.exceptions[0]
             raise error from None
 
-    def _find_model(self, longest: int) -> dict[str, Any]:
-        """The entry of `/models` that is asked for, without what changes from start to start."""
+    def _find_model(self, longest: int) -> tuple[dict[str, Any], set[str]]:
+        """The entry of `/models` that is asked for, and every name that its model goes by there."""
         url, wanted = self.config.url, self.config.model
         try:
             with httpx.Client(**self.options) as client:
@@ -167,7 +170,9 @@ class Server:
             raise UserError(
                 f"the server at {url} takes {room} tokens, data.max_length={longest}. Lower data.max_length."
             )
-        return {key: entry[key] for key in ("id", "root") if entry.get(key)}
+        return entry, {
+            name for name, other in found.items() if other.get("root") == entry.get("root") or other is entry
+        }
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -277,7 +282,7 @@ class Session:
     ) -> list[int]:
         """The token ids of a reply, the end token included when it came."""
         server, model = self.server, reply.get("model", self.server.served["id"])
-        if model != server.served["id"]:
+        if model not in server.names:
             raise UserError(
                 f"{server.config.url} was asked for {server.served['id']!r} and answers as {model!r}. {MEND}"
             )
@@ -287,7 +292,7 @@ class Session:
             stopped_by = choice.get("stop_reason") or choice.get("matched_stop")
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise Trouble("garbage", f"not a completion: {json.dumps(reply)[:300]}") from error
-        if seen != len(request.prompt):
+        if isinstance(seen, int) and seen != len(request.prompt):
             raise UserError(
                 f"{server.config.url} counts {seen} tokens in a prompt of {len(request.prompt)}: it adds to the "
                 "prompt, or serves another model than the recipe's target."

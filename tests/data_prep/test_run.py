@@ -110,6 +110,26 @@ def test_prompts_of_the_report_are_left_out(make_recipe: Maker, target: Target) 
     assert made.report["fell"]["in_report"] == 24 and made.report["answers"]["prompts"] == 12
 
 
+def test_the_recipes_own_evaluation_prompts_are_left_out_and_ngrams_counted(
+    make_recipe: Maker, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.jsonl"
+    longer = "well now, count to 7 for me and then go home again, please"
+    asked = {"e": "Count to 3 for me!", "l": longer}
+    path.write_text("".join(json.dumps({"id": i, "turns": [t]}) + "\n" for i, t in asked.items()))
+    recipe = make_recipe()
+    recipe = replace(recipe, eval=replace(recipe.eval, prompts=str(path)))
+    made = prepare(recipe, lambda dtype: target)
+    assert made.report["fell"] == {"in_report": 0, "in_eval_prompts": 1, "repeated": 0}
+    assert "p3" not in {m["id"] for m in (*made.train.meta, *made.validation.meta)}
+    [file] = made.folder.glob("contamination-*.json")
+    found = json.loads(file.read_text())
+    assert {name: overlap["prompts"] for name, overlap in found.items()} == {
+        "report": 24, "eval.prompts": 2, "validation": 3,
+    }  # fmt: skip
+    assert "have half or more of their 8-grams" not in capsys.readouterr().out
+
+
 def scripted(answers_by_turn: list[Callable[[int], list[int]]]) -> Callable[..., list[list[int]]]:
     """A generate() that answers the i-th prompt of a turn by a script, within the limits it is given."""
     turns = iter(answers_by_turn)

@@ -269,6 +269,17 @@ def test_what_no_asking_again_can_mend_stops_at_once(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_model_of_several_names_may_answer_by_another(served: Callable[..., Recipe], fake: Fake) -> None:
+    fake.models = {"data": [{"id": "one", "root": "m"}, {"id": "two", "root": "m"}, {"id": "other", "root": "n"}]}
+    fake.change = lambda reply: reply | {"model": "one"}
+    recipe = served(model="two")
+    prepare(recipe, never)
+    assert len(rows_of(recipe)) == 40 and fake.asked[0]["model"] == "two"
+    fake.change = lambda reply: reply | {"model": "other"}
+    with pytest.raises(UserError, match="asked for 'two' and answers as 'other'"):
+        prepare(served("again", model="two"), never)
+
+
 def test_a_server_that_gives_text_alone(served: Callable[..., Recipe], fake: Fake) -> None:
     def text_alone(reply: dict[str, Any]) -> dict[str, Any]:
         choice = reply["choices"][0]
