@@ -157,7 +157,8 @@ def _source_records(
         prompts, counts = synthesise(lazy.writer, lazy.terms, name, source, seed)
         report = {"kind": "self", **counts}
         fell = ", ".join(f"{count} {reason}" for reason, count in counts["fell"].items())
-        print(f"data: {name}: {counts['generated']} questions written, {len(prompts)} kept; fell: {fell}", flush=True)
+        kept = f"{len(prompts)} kept, {counts['distinct']:.1%} of their word trigrams distinct"
+        print(f"data: {name}: {counts['generated']} questions written, {kept}; fell: {fell}", flush=True)
     with whole_folder(folder) as aside:
         write_lines(aside / "prompts.jsonl", [to_record(p) for p in prompts])
         write_json(aside / "report.json", report)

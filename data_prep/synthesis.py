@@ -82,6 +82,7 @@ def synthesise(
         "kept": len(kept),
         "surplus": surplus,
         "subjects": len(subjects),
+        "distinct": distinct(kept),
         "fell": dict(fell),
     }
     return [Prompt(f"{name}-{i}", [text], name) for i, text in enumerate(kept)], report
@@ -135,6 +136,13 @@ def sift(tokenizer: Any, questions: Sequence[Question], stop_ids: frozenset[int]
     doubles = near_duplicates(passed)
     fell["near_duplicate"] = sum(doubles)
     return [text for text, double in zip(passed, doubles, strict=True) if not double], fell
+
+
+def distinct(texts: Sequence[str]) -> float:
+    """Different word trigrams over all of them (distinct-3, Li et al. 2016): the lower, the more alike the texts."""
+    parts = [words(text) for text in texts]
+    trigrams = [gram for p in parts for gram in zip(p, p[1:], p[2:], strict=False)]
+    return round(len(set(trigrams)) / max(1, len(trigrams)), 3)
 
 
 def _before(tokenizer: Any, subject: str, args: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from data_prep.dialogue import Terms
 from data_prep.duplicates import near_duplicates, normalised, shingles, words
-from data_prep.synthesis import Question, sift, synthesise
+from data_prep.synthesis import Question, distinct, sift, synthesise
 from data_prep.template import edges, prompt_ids, render
 from data_prep.writer import Request
 from recipes.schema import SourceConfig, UserError
@@ -125,6 +125,10 @@ def test_a_user_turn_that_ends_in_ordinary_text_is_refused(terms: Terms) -> None
     source = SourceConfig(kind="self", rows=1)
     with pytest.raises(UserError, match=r"data.sources.chat: .*ordinary text"):
         synthesise(Scribe(terms.tokenizer, of_its_own), terms, "chat", source, seed=0)
+
+
+def test_distinct_trigrams() -> None:
+    assert distinct(["a b c d", "A, b c!"]) == 0.667 and distinct(["a b"]) == 0.0
 
 
 def test_words_and_normal_form() -> None:
