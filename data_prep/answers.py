@@ -9,7 +9,7 @@ from typing import Any
 
 from data_prep import shards
 from data_prep.dialogue import FATES, Dialogue, Terms
-from data_prep.kept import KEPT_A_SHARD, encode_kept, unlikely
+from data_prep.kept import KEPT_A_SHARD, encode_kept, told, unlikely
 from data_prep.rows import Rows, make_rows
 from data_prep.schemas import Conversation, Record
 from data_prep.tally import Refused, Tally
@@ -93,7 +93,7 @@ def _gather(dialogues: list[Dialogue], troubles: Mapping[str, int]) -> tuple[Row
         "answer_tokens": sum(len(marks) - list(marks).count(0) for (_, marks), _ in made),
         **{fate: fates[fate] for fate in FATES},
         "turns_left_out": sum(d.left_out for d in dialogues if d.rows()),
-        "examples": tally.examples,
+        "examples": told(tally),
         "troubles": dict(sorted(troubles.items())),
     }
     return make_rows([row for row, _ in made], [meta for _, meta in made]), report

@@ -53,7 +53,12 @@ def encode_kept(terms: Terms, part: Sequence[tuple[str, Record]]) -> tuple[Rows,
     tokens = sum(sum(map(bool, marks)) for _, marks in rows)
     refused = sum(tally.refused.values())
     report = {"prompts": len(part), "rows": len(rows), "answer_tokens": tokens, **counts, "kept_refused": refused}
-    return make_rows(rows, meta), {**report, "examples": tally.examples}
+    return make_rows(rows, meta), {**report, "examples": told(tally)}
+
+
+def told(tally: Tally) -> dict[str, list[str]]:
+    """Reason -> the first rows that it befell, in words."""
+    return {reason: [": ".join(filter(None, place)) for place in places] for reason, places in tally.examples.items()}
 
 
 def key_of(record: Record) -> str:

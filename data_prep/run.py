@@ -16,14 +16,16 @@ from omegaconf import OmegaConf
 from data_prep import contamination, shards
 from data_prep.answers import Work, answer
 from data_prep.dialogue import FATES, Terms
+from data_prep.intake import collect, read_source
 from data_prep.local import Loader, Local
 from data_prep.probe import expected
-from data_prep.prompts import Prompt, parse, read_file, read_hub, to_record
+from data_prep.prompts import Prompt, to_prompts
 from data_prep.rows import Rows, read_lines, split_by_prompt, write_lines, write_rows
-from data_prep.schemas import Conversation, Record
+from data_prep.schemas import Record, to_record
 from data_prep.server import Server
 from data_prep.sources import SourceCost, check_sources
 from data_prep.synthesis import synthesise
+from data_prep.tally import Tally
 from data_prep.template import edges
 from data_prep.vocabulary import build_vocab, coverage, low_coverage, predicted, special_tokens
 from data_prep.writer import Writer, noise_seed
@@ -108,7 +110,7 @@ def load_prepared(folder: Path) -> Prepared:
     try:
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
         vocab, stated = read_vocab(folder / "vocab.safetensors"), str(report["vocabulary"]["hash"])
-        prompts = _read_prompts(folder / "validation_prompts.jsonl")
+        prompts = to_prompts(_read_records(folder / "validation_prompts.jsonl"), Tally())
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"{folder}: prepared data cannot be read: {error}. Delete the folder and prepare again."
@@ -140,29 +142,33 @@ def _source_records(
 ) -> tuple[list[Record], dict[str, Any]]:
     """Records of one source. Files are read each time; the hub's and the target's own are kept."""
     if source.kind == "file":
-        prompts = read_file(Path(source.path).expanduser())
-        chosen = prompts[: source.rows] if source.rows else prompts
-        return [p.conversation() for p in chosen], {"kind": "file", "read": len(prompts), "kept": len(chosen)}
+        return _given(name, source)
     wanted = [FORMAT, "prompts", name, asdict(source)]
     if source.kind == "self":
         wanted += [lazy.identity, recipe.seed]
     folder = root / f"prompts-{sha256_json(wanted)[:24]}"
     if _current(folder, f"prompts of {name}"):
-        return [p.conversation() for p in _read_prompts(folder / "prompts.jsonl")], _report(folder)
+        return _read_records(folder / "prompts.jsonl"), _report(folder)
     if source.kind == "hub":
-        prompts = read_hub(source.path, source.split, source.column, source.rows)
-        report: dict[str, Any] = {"kind": "hub", "kept": len(prompts)}
+        records, report = _given(name, source)
     else:
         seed = noise_seed(recipe.seed, name)
         prompts, counts = synthesise(lazy.writer, lazy.terms, name, source, seed)
-        report = {"kind": "self", **counts}
+        records, report = [p.conversation() for p in prompts], {"kind": "self", **counts}
         fell = ", ".join(f"{count} {reason}" for reason, count in counts["fell"].items())
         kept = f"{len(prompts)} kept, {counts['distinct']:.1%} of their word trigrams distinct"
         print(f"data: {name}: {counts['generated']} questions written, {kept}; fell: {fell}", flush=True)
     with whole_folder(folder) as aside:
-        write_lines(aside / "prompts.jsonl", [to_record(p) for p in prompts])
+        write_lines(aside / "prompts.jsonl", [to_record(r) for r in records])
         write_json(aside / "report.json", report)
-    return [p.conversation() for p in prompts], report
+    return records, report
+
+
+def _given(name: str, source: SourceConfig) -> tuple[list[Record], dict[str, Any]]:
+    """The records of a file or hub dataset, and what became of its rows."""
+    records, tally = read_source(source)
+    print(f"data: {name}: " + "\n  ".join(tally.lines()), flush=True)
+    return records, {"kind": source.kind, "kept": len(records), **tally.report()}
 
 
 def _answers(recipe: Recipe, lazy: Lazy, root: Path, pairs: list[tuple[str, Record]]) -> Path:
@@ -233,14 +239,11 @@ def _rows(
     low = low_coverage(report["vocabulary"]["coverage"], "training")
     low += low_coverage(report["vocabulary"]["coverage_validation"], "validation")
     report["warnings"] = [*(f"{w}. Raise eagle.draft_vocab" for w in low), *report["answers"]["warnings"]]
-    by_key = {(name, r.id): _prompt(r) for name, r in pairs if isinstance(r, Conversation) and _plain(r)}
     with whole_folder(folder) as aside:
         write_rows(train, aside / "train")
         write_rows(validation, aside / "validation")
         write_vocab(vocab, aside / "vocab.safetensors")
-        held_out = dict.fromkeys((m["source"], m["id"]) for m in validation.meta)
-        asked = [by_key[name] for name in held_out if name in by_key]
-        write_lines(aside / "validation_prompts.jsonl", [to_record(p) for p in asked])
+        write_lines(aside / "validation_prompts.jsonl", _asked(pairs, validation))
         write_json(aside / "report.json", report)
     _say(report, folder)
     return folder
@@ -262,19 +265,11 @@ def _check_apart(recipe: Recipe, lazy: Lazy, pairs: list[tuple[str, Record]], pr
         print(f"data: warning: {warning}", flush=True)
 
 
-def _plain(conversation: Conversation) -> bool:
-    """All that is asked is said by the user, so that the questions alone can be put to a decoder."""
-    return all(m["role"] != "tool" for m in conversation.messages)
-
-
-def _prompt(conversation: Conversation) -> Prompt:
-    said = conversation.messages
-    system = said[0]["content"] if said[0]["role"] == "system" else None
-    turns = [m["content"] for m in said if m["role"] == "user"]
-    return Prompt(
-        conversation.id, turns, conversation.category, system, conversation.reference, conversation.tools,
-        conversation.template_args,
-    )  # fmt: skip
+def _asked(pairs: list[tuple[str, Record]], rows: Rows) -> list[dict[str, Any]]:
+    """What the rows ask, each prompt once: those that can be put to a decoder."""
+    named = {(name, r.id): r for name, r in pairs}
+    records = [named[key] for key in dict.fromkeys((m["source"], m["id"]) for m in rows.meta)]
+    return [to_record(p.conversation()) for p in to_prompts(records, Tally())]
 
 
 def _refuse_unsupervised(
@@ -330,8 +325,9 @@ def _report(folder: Path) -> dict[str, Any]:
     return report
 
 
-def _read_prompts(path: Path) -> list[Prompt]:
-    return [parse(r, f"{path}, record {i}", str(i), path.stem) for i, r in enumerate(read_lines(path), start=1)]
+def _read_records(path: Path) -> list[Record]:
+    rows: list[tuple[int, str, Any]] = [(i, f"record {i}", value) for i, value in enumerate(read_lines(path), start=1)]
+    return collect(rows, str(path), "")[0] if rows else []
 
 
 def vocabulary_size(source: Source) -> int:

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from pathlib import Path
 
+from data_prep.intake import read_source
 from data_prep.probe import Load, folder_at_hand
-from data_prep.prompts import read_file
-from data_prep.schemas import Conversation
+from data_prep.schemas import Conversation, Record, Rendered
 from data_prep.synthesis import A_LIST, LIST_TOKENS, SURPLUS
 from recipes.schema import DataConfig, Recipe, SourceConfig, UserError
 
@@ -93,8 +92,7 @@ def _source_cost(name: str, source: SourceConfig, recipe: Recipe) -> SourceCost:
         written = ceil(SURPLUS * count) * source.max_tokens + ceil(source.subjects / A_LIST) * LIST_TOKENS
         asked = min(asked, source.max_tokens)
     elif source.kind == "file":
-        records = [p.conversation() for p in read_file(Path(source.path).expanduser())]
-        records = records[: source.rows] if source.rows else records
+        records = read_source(source)[0]
         count = len(records)
         asked, kept = _lengths(records, recipe)
     else:
@@ -113,7 +111,7 @@ def _source_cost(name: str, source: SourceConfig, recipe: Recipe) -> SourceCost:
     )
 
 
-def _lengths(records: Sequence[Conversation], recipe: Recipe) -> tuple[int, int]:
+def _lengths(records: Sequence[Record], recipe: Recipe) -> tuple[int, int]:
     """Tokens of a record's questions and of its answers, the mean over a sample."""
     from transformers import AutoTokenizer
 
@@ -125,10 +123,16 @@ def _lengths(records: Sequence[Conversation], recipe: Recipe) -> tuple[int, int]
         return len(tokenizer(text)["input_ids"]) if tokenizer is not None else len(text) / CHARACTERS
 
     asked = answered = 0.0
-    for message in [m for r in sample for m in r.messages]:
-        count = length(message["content"]) + MARKUP
-        answered += count if message["role"] == "assistant" else 0
-        asked += 0 if message["role"] == "assistant" else count
+    for record in sample:
+        if isinstance(record, Conversation):
+            counts = [(m["role"] == "assistant", length(m["content"]) + MARKUP) for m in record.messages]
+            answered += sum(count for is_answer, count in counts if is_answer)
+            asked += sum(count for is_answer, count in counts if not is_answer)
+        elif isinstance(record, Rendered):
+            answered += length(record.text)
+        else:
+            answered += len(record.marks) - record.marks.count(0)
+            asked += record.marks.count(0)
     return ceil(asked / len(sample)), ceil(answered / len(sample))
 
 

@@ -23,15 +23,15 @@ class Tally:
     schemas: Counter[str] = field(default_factory=Counter)
     repaired: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[str]] = field(default_factory=dict)
+    examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # reason -> (where, why)
 
     def repair(self, rule: str, where: str) -> None:
         self.repaired[rule] += 1
-        self._example(rule, where)
+        self._example(rule, where, "")
 
     def refuse(self, refusal: Refused, where: str) -> None:
         self.refused[refusal.reason] += 1
-        self._example(refusal.reason, f"{where}: {refusal}" if str(refusal) != refusal.reason else where)
+        self._example(refusal.reason, where, str(refusal).removeprefix(refusal.reason))
 
     def report(self) -> dict[str, Any]:
         """For JSON."""
@@ -44,10 +44,13 @@ class Tally:
         out = [f"{self.read:,} rows read" + (f" ({schemas})" if schemas else "")]
         for title, counts in (("mended", self.repaired), ("refused", self.refused)):
             for reason, count in counts.most_common():
-                out.append(f"{title} {count:,}: {reason}. " + "; ".join(self.examples[reason]))
+                named = self.examples[reason]
+                first = f"{named[0][0]}{f': {named[0][1]}' if named[0][1] else ''}"
+                others = [where for where, _ in named[1:]] + ["..."] * (count > SHOWN)
+                out.append(f"{title} {count:,}: {reason} ({', '.join([first, *others])})")
         return out
 
-    def _example(self, reason: str, text: str) -> None:
+    def _example(self, reason: str, where: str, why: str) -> None:
         shown = self.examples.setdefault(reason, [])
         if len(shown) < SHOWN:
-            shown.append(text)
+            shown.append((where, why))

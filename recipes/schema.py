@@ -64,9 +64,9 @@ class TargetConfig:
 @dataclass(frozen=True)
 class SourceConfig:
     kind: str = "file"  # file | hub | self
-    path: str = ""  # JSONL file, or hub dataset id
+    path: str = ""  # file (.jsonl, .json, .parquet; .gz and .zst too), or hub dataset id
     split: str = "train"  # hub only
-    column: str = "prompt"  # hub only: the column that holds the user's question
+    column: str = ""  # the one column or key to read; empty = what its keys show (data_prep/schemas.py)
     rows: int = 0  # at most this many prompts; 0 = all (self-synthesis needs a number)
     answers: str = "regenerate"  # by the target | keep those that stand there (file and hub)
     openings: list[str] = field(default_factory=lambda: [""])  # self only: the first words of the user turn, in turn
