@@ -32,7 +32,7 @@ from eval.tree import DraftTree
 from eval.verify import walk
 from models.capture import Steps
 from models.eagle3 import Eagle3
-from models.target import Target, choose_device, choose_dtype
+from models.target import Target, choose_device, choose_dtype, padded
 from recipes.cli import entry
 from recipes.files import make_folder, sha256_file, sha256_json, write_json
 from recipes.schema import Recipe, UserError
@@ -90,9 +90,7 @@ def watch(target: Target, drafter: Eagle3, settings: Settings, batch: "Batch", m
     engine.proposer = watched = Watched(engine.proposer)
     decoded = decode(target, drafter, prompts, settings, matrix, row_ids, engines)
     longest, B = max(len(row.tokens) for row in decoded.rows), len(prompts)
-    text = torch.zeros(B, longest + 2 * MAX_DEPTH + settings.depth, dtype=torch.int64)
-    for row, found in enumerate(decoded.rows):
-        text[row, : len(found.tokens)] = torch.tensor(found.tokens)
+    text = padded([row.tokens for row in decoded.rows], longest + 2 * MAX_DEPTH + settings.depth)
     reach = max(settings.depth, MAX_DEPTH)
     place, index = torch.zeros(B, dtype=torch.int64), torch.arange(B)  # of each row's root in its text
     confidence, tokens, counts = [], {name: list[Tensor]() for name in GATED}, []

@@ -17,12 +17,12 @@ from eval.matrix import WIDTH, SuccessorMatrix
 from eval.proposing import Proposal, proposer
 from eval.settings import Settings
 from eval.tree import DraftTree
-from eval.verify import walk
+from eval.verify import follow, walk
 from models.cache import KVCache
 from models.capture import Steps
 from models.eagle3 import Eagle3
-from models.sampling import draw, law, top, uniforms
-from models.target import Target
+from models.sampling import sample, top, uniforms
+from models.target import Target, padded
 
 PREFILL_LOGITS = 512  # positions whose logits are formed at once
 ROUNDING = 256  # of capacities
@@ -79,12 +79,12 @@ class Clock:
 
 @dataclass(frozen=True)
 class Verified:
-    """The target's word on a tree: its taps [B, N, C], logits [B, N, V], and its arg-max [B, N] at T = 0; and each
-    node's depth [B, N], where it is not a line."""
+    """The target's word on a tree: its taps [B, N, C], logits [B, N, V], and where that costs little, which on a CPU is
+    at T = 0, its token after every node [B, N]; and each node's depth [B, N], where it is not a line."""
 
     taps: Tensor
     logits: Tensor
-    greedy: Tensor | None
+    chosen: Tensor | None
     depths: Tensor | None
 
 
@@ -111,23 +111,19 @@ class Engine:
         self.matrix = self.proposer.matrix
         self._waiting: tuple[Verified, Tensor, Tensor, list[int]] | None = None
 
-    def choose(self, logits_BV: Tensor, positions_B: Tensor) -> Tensor:
-        """The target's own next token: the arg-max, or a draw with the noise of (seed, row, position)."""
+    def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """The target's own next token, the arg-max or a draw with the noise of (seed, row, position):
+        [B, ..., V], [B, ...] -> [B, ...]."""
         s = self.settings
-        if s.temperature == 0:
-            return logits_BV.argmax(-1)
-        noise = uniforms(s.seed, self.row_ids, positions_B)
-        return draw(law(logits_BV.double(), s.temperature, s.top_k, s.top_p), noise)
+        rows = self.row_ids.view(-1, *[1] * (positions.dim() - 1))
+        return sample(logits, s.temperature, s.top_k, s.top_p, uniforms(s.seed, rows, positions))
 
     @torch.no_grad()
     def prefill(self, prompts: list[list[int]], row_ids: list[int], matrix: SuccessorMatrix | None) -> list[int]:
         """Read the prompts, one a row; returns each row's first token. `matrix` is copied in, and out by `save`."""
         target, device = self.target, self.target.device
-        lengths, T = [len(p) for p in prompts], max(map(len, prompts))
-        ids = torch.zeros(len(prompts), T, dtype=torch.int64)
-        for i, prompt in enumerate(prompts):
-            ids[i, : len(prompt)] = torch.tensor(prompt)
-        ids = ids.to(device)
+        lengths, ids = [len(p) for p in prompts], padded(prompts).to(device)
+        T = ids.shape[1]
         self._waiting = None
         self.alive.fill_(True)
         self.row_ids.copy_(torch.tensor(row_ids))
@@ -171,7 +167,7 @@ class Engine:
             rooms = (self.settings.room, self.settings.draft_room)
             for cache, room in zip(self._caches(), rooms, strict=False):
                 # the fused kernels read what is there, whatever the bucket
-                cache.bucket = cache.capacity if self.target.fusable else rounded(cache.high + room)
+                cache.bucket = cache.capacity if self.target.kernels else rounded(cache.high + room)
             self.steps.scope = self.cache.bucket
         proposal = self.proposer.propose(self.steps, clock)
         self.steps.scope = self.cache.bucket, proposal.place
@@ -214,22 +210,22 @@ class Engine:
         ancestors = None if self.proposer.line or tree.size == 1 else tree.ancestors()
         depths = None if ancestors is None else ancestors.sum(2) - 1
         states = target.forward(tree.tokens, self.cache, depths, ancestors)
-        logits = target.logits(states.final_BTH)
-        return Verified(states.taps_BTC, logits, logits.argmax(-1) if self.settings.temperature == 0 else None, depths)
+        logits, chosen = target.logits(states.final_BTH), None
+        s = self.settings
+        if s.temperature == 0 or (logits.is_cuda and s.top_k == 0 and s.top_p >= 1):
+            behind = torch.arange(tree.size, device=logits.device) if depths is None else depths
+            chosen = self.choose(logits, self.cache.lengths.unsqueeze(1) + 1 + behind)
+        return Verified(states.taps_BTC, logits, chosen, depths)
 
     def _accept(self, proposal: Proposal, v: Verified) -> tuple[Tensor, Tensor, Tensor]:
         """The accepted path [B, D] of nodes, what it says [B, D] (drafts, then the bonus), and `Facts` as numbers."""
         tree, start = proposal.tree, self.cache.lengths + 1  # the position of the first token that this round chooses
-
-        def choose(node_B: Tensor, depth: int) -> Tensor:
-            greedy = v.greedy
-            return (
-                greedy[self.index, node_B]
-                if greedy is not None
-                else self.choose(v.logits[self.index, node_B], start + depth)
+        if v.chosen is None:
+            path, accepted, bonus = walk(
+                tree, lambda node, depth: self.choose(v.logits[self.index, node], start + depth)
             )
-
-        path, accepted, bonus = walk(tree, choose)
+        else:
+            path, accepted, bonus = follow(tree, v.chosen)
         if self.matrix is not None:
             remember(self.matrix, tree, path, v.logits, self.alive)
         said = tree.tokens.gather(1, path)  # root, then accepted drafts

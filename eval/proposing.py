@@ -18,6 +18,7 @@ from eval.settings import GATED, Settings
 from eval.talon import talon
 from eval.tree import RETRIEVAL, DraftTree, compact, root_only
 from models.capture import Steps
+from models.target import padded
 
 
 class Laps(Protocol):
@@ -157,10 +158,7 @@ class Copied(Proposer):
     def propose(self, steps: Steps, clock: Laps) -> Proposal:
         drafts = [text.draft(self.settings.most) for text in self.texts]
         longest = max(map(len, drafts))
-        padded = torch.zeros(self.tokens.shape, dtype=torch.int64)
-        for row, draft in enumerate(drafts):
-            padded[row, : len(draft)] = torch.tensor(draft, dtype=torch.int64)
-        self.tokens.copy_(padded)
+        self.tokens.copy_(padded(drafts, self.settings.most))
         self.lengths.copy_(torch.tensor([len(draft) for draft in drafts]))
         tree = steps.run("line", lambda: self._line(self.settings.most if self.fixed else longest))
         clock.lap("retrieve")

@@ -31,21 +31,21 @@ NOT_APPLIED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_re
 
 def main(recipe: Recipe) -> None:
     prompts = check(recipe)
-    entries = plan(recipe, drafter=needs_drafter(recipe), calibrated=calibrated_gates(recipe))
+    gates = calibrated_gates(recipe)
+    entries = plan(recipe, drafter=needs_drafter(recipe), calibrated=gates)
     if recipe.dry_run:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         print(cost(recipe, prompts, entries))
         return
     with output_folder(out_folder(recipe)) as out:
-        evaluate(recipe, prompts, out)
+        evaluate(recipe, prompts, gates, out)
 
 
-def evaluate(recipe: Recipe, prompts: list[Prompt], out: Path) -> None:
+def evaluate(recipe: Recipe, prompts: list[Prompt], gates: dict[str, Any] | None, out: Path) -> None:
     if not needs_drafter(recipe):
         target = load_eval_target(recipe)
         harness.evaluate(recipe, target, None, prompts, out, load_fp32=lambda: load_exact(recipe))
         return
-    gates = calibrated_gates(recipe)
     target, drafter, folder = load(recipe)
     from_here = recipe if gates is None else with_gates(recipe, gates["gates"]["graft"])  # the tuner tries these
     tuned = tune.read(folder, from_here, target) if recipe.eval.tune else None

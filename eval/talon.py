@@ -56,19 +56,8 @@ def grow(drafting: EagleDrafting, f: Frontier, branch: int, nodes: int, width: i
     scores = scores.masked_fill(~near, float("-inf"))
     above = picked // grown.shape[2]
     tokens, parents = grown.flatten(1).gather(1, picked), f.index.gather(1, above) + 1
-    ancestors = f.ancestors.gather(1, above.unsqueeze(2).expand(-1, -1, f.ancestors.shape[2]))
-    own = torch.eye(scores.shape[1], dtype=torch.bool, device=scores.device).expand(B, -1, -1)
-    first = sum(part[0].shape[1] for part in f.layers)
-    f = Frontier(
-        layers=(*f.layers, (tokens, parents, scores)),
-        tokens=tokens,
-        scores=scores,
-        index=torch.arange(first, first + scores.shape[1], device=scores.device).expand(B, -1),
-        states=states.gather(1, above.unsqueeze(2).expand(-1, -1, states.shape[2])),
-        ancestors=torch.cat([ancestors, own.to(ancestors.dtype)], 2),
-        stage=f.stage,
-        level=f.level + 1,
-    )
+    index = f.drafted + torch.arange(scores.shape[1], device=scores.device).expand(B, -1)
+    f = f.grown((tokens, parents, scores), (tokens, scores, index, above), states)
     return f, (kept(f) < nodes).any()
 
 

@@ -89,12 +89,12 @@ def read_provenance(folder: Path) -> dict[str, Any]:
     return read_json(path, "drafter") if path.is_file() else {}
 
 
-def check_drafter(folder: Path, fingerprint: str) -> None:
-    """Refuse, before any weights load, a folder that is no drafter or one for another target."""
+def check_drafter(folder: Path, fingerprint: str) -> dict[str, Any]:
+    """Refuse, before any weights load, a folder that is no drafter or one for another target; returns its config."""
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise UserError(f"drafter={folder}: no {name} there, so it is not an exported drafter")
-    read_json(folder / "config.json", f"drafter={folder}")
+    config = read_json(folder / "config.json", f"drafter={folder}")
     try:
         with safe_open(folder / "model.safetensors", "pt") as file:
             file.keys()
@@ -110,13 +110,13 @@ def check_drafter(folder: Path, fingerprint: str) -> None:
             f"drafter={folder} was trained for another target (fingerprint {stated}, this one's is {fingerprint}). "
             "Use the recipe it was trained with, or train one for this target."
         )
+    return config
 
 
 def load_drafter(folder: Path, target: Target) -> Eagle3:
     """Read a drafter for this target, on its device, in fp32. Raises UserError naming what does not fit."""
-    check_drafter(folder, target.fingerprint)
+    config = _read_config(check_drafter(folder, target.fingerprint), folder, target)
     tensors = load_file(folder / "model.safetensors")
-    config = _read_config(read_json(folder / "config.json", f"drafter={folder}"), folder, target)
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     if (d2t is None) != (config.draft_vocab_size == config.vocab_size):
         raise UserError(f"drafter={folder}: d2t must be there exactly when draft_vocab_size is below vocab_size")
