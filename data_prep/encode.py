@@ -6,7 +6,7 @@ text goes on in the next, they make one row; where the template rewrites the pas
 the next answer starts a row of its own, so that every row is what a server saw. Rows are tokenised once, in batches.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data_prep.schemas import MOST_ANSWERS, Conversation, Record, Rendered, Tokenised
 from data_prep.tally import Refused, Tally
-from data_prep.template import SENTINEL, Edges, Message, edges, generated_parts, has_markers, render, special_texts
+from data_prep.template import SENTINEL, Edges, Message, edges, has_markers, render, render_all, special_texts
 from recipes.files import sha256_json
 from recipes.schema import UserError
 
@@ -58,8 +58,8 @@ def encode_records(
 ) -> Iterator[Encoded]:
     """Rows in the order of the records, made as they are asked for. Nothing is cut; what is refused is in the tally.
 
-    A row ends with the end marker of its last answer. Time is linear in the tokens; a long dialogue is rendered twice
-    for each of its answers, which costs far less than tokenising it.
+    A row ends with the end marker of its last answer. Time is linear in the tokens, but that a dialogue is rendered
+    twice for each of its answers: beyond some twenty turns that costs more than tokenising it.
     """
     if not tokenizer.is_fast:
         raise UserError("the target's tokenizer is not a fast one, so it gives no offsets. Use a fast tokenizer.")
@@ -110,9 +110,15 @@ class Reader:
         args = record.arguments(self.args)
         try:
             around = self._edges(args)
-            answers = [self._answer(record.messages, place, args, around) for place in places]
+            openings = render_all(self.tokenizer, [record.messages[:i] for i in places], args, generation=True)
+            shown = render_all(self.tokenizer, [record.messages[: i + 1] for i in places], args)
         except UserError as error:
             raise Refused("the chat template refuses the conversation", str(error)) from error
+        said = [record.messages[i] for i in places]
+        answers = [
+            self._answer(message, opening, text, parts, around)
+            for message, (opening, _), (text, parts) in zip(said, openings, shown, strict=True)
+        ]
         rows: list[Text | Encoded] = []
         spans: list[tuple[int, int, int]] = []
         for i, answer in enumerate(answers):
@@ -127,11 +133,10 @@ class Reader:
             raise Refused("the template's generation markers leave every answer out", _show(answers[-1].text))
         return rows
 
-    def _answer(self, messages: Sequence[Message], place: int, args: Mapping[str, Any], around: Edges) -> Answer:
-        """The answer at a place of the conversation, as the server that gave it had it."""
-        message = messages[place]
-        opening = render(self.tokenizer, messages[:place], args, generation=True)
-        shown = render(self.tokenizer, messages[: place + 1], args)
+    def _answer(
+        self, message: Message, opening: str, shown: str, written: list[tuple[int, int]], around: Edges
+    ) -> Answer:
+        """An answer as the server that gave it had it. `written`: what generation blocks wrote of `shown`."""
         end = len(shown) - len(around.trailer) if shown.endswith(around.trailer) else len(shown)
         marker = next((m for m in self.markers if shown.endswith(m, 0, end)), "")
         if not marker:
@@ -144,14 +149,14 @@ class Reader:
             raise Refused("reasoning that the chat template does not show", _show(shown))
         parts = [(len(opening), end)]
         if self.marked:
-            parts = _inside(generated_parts(self.tokenizer, messages[: place + 1], args), len(opening), end, marker)
+            parts = _inside(written, len(opening), end, marker)
         return Answer(shown[:end], parts)
 
     def _as_written(self, message: Message, opening: str, shown: str, around: Edges) -> Answer:
         """An answer of which the template shows only the end, the rest being reasoning: the text as it was written."""
         written = message["content"]
-        words, seen = _squeezed(written), _squeezed(shown)
-        if seen.endswith(words) or not seen.endswith(words[-1:]) or "tool_calls" in message:
+        words, seen = _squeezed(written), _squeezed(shown[_common(opening, shown) :])
+        if not seen or seen == words or not words.endswith(seen) or "tool_calls" in message:
             why = f"it opens an answer with {opening[-60:]!r}, but shows this one as\n{_show(shown)}"
             raise Refused("the chat template shows an answer otherwise than it opens one", why)
         text = opening + written[_overlap(opening, written) :] + around.end
@@ -161,22 +166,23 @@ class Reader:
         """Spans from the header and the end marker that the template writes around an answer."""
         around, text, header = self._edges(self.args), record.text, self._header()
         begin = self.tokenizer.bos_token or ""
-        if begin and around.before.startswith(begin) and not text.startswith(begin):
-            text = begin + text
-            tally.repair("rendered text without the token that begins it: added", record.id)
+        bare = bool(begin) and around.before.startswith(begin) and not text.startswith(begin)
+        text = begin * bare + text
         spans: list[tuple[int, int, int]] = []
         end = 0
         while (found := text.find(header, end)) >= 0:
             start = found + len(header)
             stop = text.find(around.end, start)
             end = stop + len(around.end) if stop >= 0 else len(text)
-            if stop < 0:
-                tally.repair("rendered text whose last answer has no end marker: kept as cut short", record.id)
             spans.append((start, end, len(spans) + 1))
         if not spans:
             raise Refused("rendered text without an answer of this template", f"no {header!r} in\n{_show(record.text)}")
         if len(spans) > MOST_ANSWERS:
             raise Refused(f"more than {MOST_ANSWERS} answers in one row")
+        if bare:
+            tally.repair("rendered text without the token that begins it: added", record.id)
+        if not text.endswith(around.end, 0, end):
+            tally.repair("rendered text whose last answer has no end marker: kept as cut short", record.id)
         return Text(record, 0, text[:end], spans)
 
     def _header(self) -> str:
@@ -205,6 +211,11 @@ def _inside(written: list[tuple[int, int]], start: int, end: int, marker: str) -
     if parts and parts[-1][1] >= end - len(marker):
         parts[-1] = (parts[-1][0], end)
     return parts
+
+
+def _common(a: str, b: str) -> int:
+    """How many characters both begin with."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _overlap(opening: str, written: str) -> int:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from data_prep.schemas import Record, read_row
 from data_prep.tally import Refused, Tally
@@ -98,7 +98,7 @@ def near_names(path: Path) -> str:
     return f" Did you mean {folder / near[0]}?" if near else ""
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _opened(path: Path) -> io.BufferedIOBase:
     if path.suffix == ".gz":
         return gzip.open(path, "rb")
     if path.suffix == ".zst":
@@ -108,7 +108,7 @@ def _opened(path: Path) -> IO[bytes]:
     return path.open("rb")
 
 
-def _json_rows(stream: IO[bytes], path: Path) -> Iterator[Row]:
+def _json_rows(stream: io.BufferedIOBase, path: Path) -> Iterator[Row]:
     for number, line in enumerate(stream, start=1):
         if number == 1:
             if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):

@@ -199,9 +199,8 @@ def _message(said: Mapping[str, Any]) -> Message:
         raise Refused(f"unknown role {role!r:.40}", f"known: {', '.join(ROLES)}")
     if isinstance(content, list):
         parts = [p.get("text") if isinstance(p, Mapping) else p for p in content]
-        if not all(isinstance(p, str) for p in parts):
-            raise Refused("content that is not text", repr(content)[:80])
-        content = "".join(parts)
+        texts = [p for p in parts if isinstance(p, str)]
+        content = "".join(texts) if len(texts) == len(parts) else content
     if not isinstance(content, str):
         raise Refused("content that is not text", f"a turn must be a string with text in it, not {content!r:.80}")
     rest = {k: v for k, v in said.items() if k not in ("role", "from", "content", "value")}

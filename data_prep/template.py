@@ -29,28 +29,33 @@ def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], args: Mapping[str, Any], generation: bool = False
 ) -> str:
     """The conversation as the string a server would tokenise."""
+    return render_all(tokenizer, [messages], args, generation)[0][0]
+
+
+def render_all(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Sequence[Message]],
+    args: Mapping[str, Any],
+    generation: bool = False,
+) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Each conversation as a string, and the characters that the template's {% generation %} blocks wrote."""
     if not tokenizer.chat_template:
         raise UserError("the target's tokenizer has no chat template. Give an instruction-tuned target.")
+    options = {"tools": None, **tokenizer.special_tokens_map, **args}
+    marked = has_markers(tokenizer)
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation, **args)
+        # what apply_chat_template calls, which does not tell of characters
+        texts, parts = render_jinja_template(
+            [list(messages) for messages in conversations],
+            chat_template=tokenizer.get_chat_template(tools=options["tools"]),
+            return_assistant_tokens_mask=marked,
+            add_generation_prompt=generation,
+            **options,
+        )
     except Exception as error:  # a template raises what it likes: jinja2 errors, TypeError, its own raise_exception
-        roles = ", ".join(m["role"] for m in messages)
+        roles = ", ".join(m["role"] for m in max(conversations, key=len))
         raise UserError(f"the target's chat template refuses a conversation of roles [{roles}]: {error}") from error
-    assert isinstance(text, str)
-    return text
-
-
-def generated_parts(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], args: Mapping[str, Any]
-) -> list[tuple[int, int]]:
-    """The characters of `render(...)` that the template's {% generation %} blocks wrote."""
-    template = tokenizer.get_chat_template(tools=args.get("tools"))
-    options = {**tokenizer.special_tokens_map, **args}
-    # what apply_chat_template calls, which itself tells of the blocks in tokens only
-    _, parts = render_jinja_template(
-        [list(messages)], chat_template=template, return_assistant_tokens_mask=True, **options
-    )
-    return [(start, end) for start, end in parts[0]]
+    return list(zip(texts, parts if marked else [[] for _ in texts], strict=True))
 
 
 def has_markers(tokenizer: PreTrainedTokenizerBase) -> bool:

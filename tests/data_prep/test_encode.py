@@ -12,13 +12,14 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from data_prep.encode import encode_records
-from data_prep.schemas import Conversation
+from data_prep.encode import Encoded, encode_records
+from data_prep.schemas import Conversation, Rendered, Tokenised
 from data_prep.supervision import supervised
 from data_prep.tally import Tally
+from recipes.schema import UserError
 from tests.data_prep.styles import STYLES, Style
 from tests.data_prep.test_supervision import slow_supervised
-from tests.tiny import tiny_tokenizer
+from tests.tiny import TEMPLATE, tiny_tokenizer
 
 STEPS = 7
 QUICK, FULL = 60, 1000  # dialogues of each style
@@ -166,3 +167,121 @@ def test_supervised_tokens_are_the_answers_and_their_ends(smollm2: Any, tokenize
 def test_a_thousand_dialogues(smollm2: Any, style: Style) -> None:
     prove(tiny_tokenizer(), style, FULL)
     prove(smollm2, style, FULL)
+
+
+def chat(*texts: str, name: str = "c", **more: Any) -> Conversation:
+    roles = ("user", "assistant")
+    return Conversation(name, [{"role": roles[i % 2], "content": t} for i, t in enumerate(texts)], **more)
+
+
+def encode(tokenizer: Any, *records: Any, **args: Any) -> tuple[list[Encoded], Tally]:
+    tally = Tally()
+    return list(encode_records(tokenizer, records, args, tally)), tally
+
+
+def test_rows_come_in_order_and_alike_whatever_their_batch(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    talks: list[Any] = [chat("a" * n, "b" * (n % 7 + 1), name=str(n)) for n in range(1, 40)]
+    talks[5:5] = [Tokenised("t", [5, 6, 7], [0, 1, 1]), chat("never answered", name="u")]
+    rows, tally = encode(tokenizer, *talks)
+    assert [r.record.id for r in rows] == [t.id for t in talks if t.id != "u"]
+    assert tally.refused == {"no answer to keep": 1}
+    monkeypatch.setattr("data_prep.encode.CHUNK", 3)
+    assert encode(tokenizer, *talks)[0] == rows
+
+
+def test_a_template_that_rewrites_the_past_gives_a_row_for_each_answer(tokenizer: Any) -> None:
+    (style,) = [s for s in STYLES if s.name == "qwen3 thinking"]
+    messages = chat("q", "a", "q2", "b").messages
+    messages[1]["reasoning_content"], messages[3]["reasoning_content"] = "why a", "why b"
+    rows, _ = encode(styled(tokenizer, style), Conversation("c", messages))
+    assert [r.turn for r in rows] == [1, 2]
+    first, second = (styled(tokenizer, style).decode(r.ids) for r in rows)
+    assert first.endswith("<think>\nwhy a\n</think>\n\na<|im_end|>") and "why a" not in second
+    assert all(set(r.marks) == {0, 1} for r in rows)
+
+
+def test_a_last_question_is_left_out_and_told(tokenizer: Any) -> None:
+    rows, tally = encode(tokenizer, chat("q", "a", "and?"))
+    assert tokenizer.decode(rows[0].ids) == "<s>user\nq</s>\n<s>assistant\na</s>"
+    assert tally.repaired == {"a last question without an answer: left out": 1}
+
+
+def test_more_answers_than_a_mark_can_count(tokenizer: Any) -> None:
+    rows, _ = encode(tokenizer, chat(*["x"] * 600))
+    assert [max(r.marks) for r in rows] == [255, 45] and [r.turn for r in rows] == [255, 300]
+    assert rows[1].ids[: len(rows[0].ids)] == rows[0].ids and not any(rows[1].marks[: len(rows[0].ids)])
+
+
+RAISES = "{% if messages[0].content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}" + TEMPLATE
+NO_END = TEMPLATE.replace("</s>", "")
+# the space of the generation prompt and the answer's first word become one token
+STRADDLES = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+HIDES = TEMPLATE.replace("m['content']", "m['content'] | replace('fox', 'dog')")
+OPENS_OTHERWISE = TEMPLATE + "{% if add_generation_prompt %}{{ '<think>\n' }}{% endif %}"
+MARKS_NOTHING = "{% generation %}{{ '' }}{% endgeneration %}" + TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("template", "talk", "reason", "shown"),
+    [
+        (RAISES, chat("bad", "fox"), "template refuses the conversation", "no bad words"),
+        (STRADDLES, chat("a", "fox"), "both sides", "' fox' in\nRendered conversation:\nuser: a</s>assistant: fox</s>"),
+        (HIDES, chat("q", "fox"), "shows an answer otherwise", "assistant\ndog"),
+        (OPENS_OTHERWISE, chat("q", "fox"), "shows an answer otherwise", r"opens an answer with '<s>user\nq"),
+        (TEMPLATE, chat("q", "fox</s> and on"), "end marker inside", "fox</s>"),
+        (MARKS_NOTHING, chat("q", "fox"), "leave every answer out", "assistant\nfox</s>"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_with_the_rendered_text(
+    tokenizer: Any, template: str, talk: Conversation, reason: str, shown: str
+) -> None:
+    tokenizer.chat_template = template
+    rows, tally = encode(tokenizer, talk, chat("a", "b", name="good"))
+    assert [r.record.id for r in rows] == ([] if template in (STRADDLES, OPENS_OTHERWISE, MARKS_NOTHING) else ["good"])
+    assert reason in tally.lines()[1] and shown in tally.lines()[1] and "c: " in tally.lines()[1]
+
+
+def test_reasoning_that_the_template_leaves_out_is_refused(tokenizer: Any) -> None:
+    talk = chat("q", "a")
+    talk.messages[1]["reasoning"] = "because"
+    _, tally = encode(tokenizer, talk)
+    assert list(tally.refused) == ["reasoning that the chat template does not show"]
+
+
+def test_a_template_without_an_end_marker_is_refused_at_once(tokenizer: Any) -> None:
+    tokenizer.chat_template = NO_END
+    with pytest.raises(UserError, match=r"(?s)ordinary text.*It renders:\n<s>user"):
+        encode(tokenizer, chat("a", "b"))
+
+
+def test_template_arguments_of_a_row_are_laid_over_the_recipes(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ mood }}" + TEMPLATE
+    rows, _ = encode(tokenizer, chat("q", "a"), chat("q", "a", template_args={"mood": "sad "}), mood="gay ")
+    assert [tokenizer.decode(r.ids)[:4] for r in rows] == ["gay ", "sad "]
+
+
+def test_rendered_text_is_marked_as_the_template_would(tokenizer: Any) -> None:
+    for style in STYLES:
+        if style.reasoning or style.args or style.tools or "marked" in style.name:
+            continue
+        dressed = styled(tokenizer, style)
+        talk = chat("q", "a", "q2", "b c")
+        (row,), _ = encode(dressed, talk)
+        text = dressed.apply_chat_template(talk.messages, tokenize=False)
+        (again,), tally = encode(dressed, Rendered("r", text))
+        assert (again.ids, again.marks) == (row.ids, row.marks), style.name
+        assert not tally.repaired
+
+
+def test_rendered_text_that_is_cut_or_of_another_template(tokenizer: Any) -> None:
+    rows, tally = encode(tokenizer, Rendered("cut", "<s>user\nq</s>\n<s>assistant\nfo"), Rendered("other", "[INST] q"))
+    assert tokenizer.decode([i for i, m in zip(rows[0].ids, rows[0].marks, strict=True) if m]) == "fo"
+    assert tally.repaired.total() == 1 and "no '<s>assistant\\n' in" in tally.lines()[2]
+
+
+def test_tokens_of_another_tokenizer_are_refused(tokenizer: Any) -> None:
+    rows, tally = encode(tokenizer, Tokenised("t", [4, 99999], [0, 1]))
+    assert not rows and "the vocabulary ends at" in tally.lines()[1]
