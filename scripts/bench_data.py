@@ -1,7 +1,8 @@
 """How fast conversations become rows: `python scripts/bench_data.py [rows] [tokens] [messages]` (10000 1000 4).
 
 Random dialogues in the tokenizer of the embedded target, at half the rows and at all of them, so that a cost which
-grows faster than the data shows. Words are drawn from the prompts that ship with Espalier, one in ten is invented.
+grows faster than the data shows. "Work" is the time of all threads, which another load on the machine does not stretch.
+Words are drawn from the prompts that ship with Espalier, one in ten is invented.
 """
 
 import os
@@ -47,17 +48,24 @@ def main() -> None:
     tokenizer = load_tokenizer(resolve(load(["recipe=smollm2"]).target))
     records = dialogues(rows, tokens, messages)
     print(f"{os.cpu_count()} CPUs; {rows} dialogues of {messages} messages", flush=True)
+    taken: list[tuple[float, ...]] = []
     for count in (rows // 2, rows):
-        tally, made, marked, began = Tally(), 0, 0, time.perf_counter()
+        tally, made, marked, began, spent = Tally(), 0, 0, time.perf_counter(), time.process_time()
         for row in encode_records(tokenizer, records[:count], {}, tally):
             made += len(row.ids)
             marked += len(row.marks) - row.marks.count(0)
-        seconds = time.perf_counter() - began
+        seconds, work = time.perf_counter() - began, time.process_time() - spent
         print(
-            f"{count} dialogues, {made:,} tokens ({made / count:,.0f} each), {marked:,} of answers: "
-            f"{seconds:.1f} s, {made / seconds:,.0f} tokens/s, refused {tally.refused.total()}",
+            f"{count} dialogues, {made:,} tokens ({made / count:,.0f} each), {marked:,} of answers: {seconds:.1f} s "
+            f"({work:.1f} s of work), {made / seconds:,.0f} tokens/s, refused {tally.refused.total()}",
             flush=True,
         )
+        taken.append((made, seconds, work))
+    (tokens_half, *half), (tokens_all, *whole) = taken
+    wall, cpu = (b / a for a, b in zip(half, whole, strict=True))
+    print(
+        f"{tokens_all / tokens_half:.2f} times the tokens took {wall:.2f} times the time and {cpu:.2f} times the work"
+    )
 
 
 if __name__ == "__main__":
