@@ -19,7 +19,7 @@ from torch import Tensor
 from eval.rules_tree import along, on_nodes, repeated
 from eval.verify import Drafts, Stops
 
-SOLVE = 5  # bisection steps for the share of promoted tokens; whatever they end on is exact
+SOLVE = 4  # steps for the share of promoted tokens; whatever they end on is exact
 TINY = 1e-300
 FLOOR = -1e4  # of logarithms: exp of it is 0, and sums of them stay finite
 
@@ -72,12 +72,16 @@ def promotion(drafts: Drafts) -> Promotion:
         shares = Promotion.share(q, p, gain.unsqueeze(2).to(q.dtype), cost.unsqueeze(2).to(q.dtype))
         return shares.sum(2, dtype=torch.float64).clamp(max=1.0)
 
-    few, many = torch.zeros_like(paths), torch.ones_like(paths)
+    # regula falsi; to halve the older end's value keeps it from creeping
+    low, high, mean = torch.zeros_like(paths), torch.ones_like(paths), torch.full_like(paths, 1 / 3)
+    low_value, high_value = torch.full_like(paths, 0.1), torch.full_like(paths, -0.1)
     for _ in range(SOLVE):
-        middle = (few + many) / 2
-        more = promote(*slope(middle)) > middle
-        few, many = torch.where(more, middle, few), torch.where(more, many, middle)
-    gain, cost = slope((few + many) / 2)
+        value = promote(*slope(mean)) - mean
+        more = value > 0
+        low, low_value = torch.where(more, mean, low), torch.where(more, value, low_value / 2)
+        high, high_value = torch.where(more, high, mean), torch.where(more, high_value / 2, value)
+        mean = (high * low_value - low * high_value) / (low_value - high_value).clamp(min=TINY)
+    gain, cost = slope(mean.clamp(0.0, 1.0))
     chance = Promotion.share(drafts.q, drafts.p, *(along(drafts, x) for x in (gain, cost))) / drafts.p
     return Promotion(gain, cost, promote(gain, cost), drafts.coins < chance)
 
