@@ -68,6 +68,24 @@ def make_rows(rows: Sequence[Row], meta: Sequence[dict[str, Any]]) -> Rows:
     return Rows(ids, answer, lengths.cumsum(0), list(meta))
 
 
+def split_by_prompt(rows: Rows, good: Sequence[int], held_out: int) -> tuple[list[int], list[int]]:
+    """(training, held-out) indices of the `good` rows: at least `held_out` rows, by whole prompts, as far as there are.
+
+    Rows of one prompt (`key` in their meta: answers of several temperatures, turns of one dialogue) stand on one side.
+    Which side follows from the key's hash alone, so a prompt keeps its side when others come or go.
+    """
+    of_key: dict[str, list[int]] = {}
+    for i in good:
+        of_key.setdefault(rows.meta[i]["key"], []).append(i)
+    held: list[int] = []
+    for key in sorted(of_key):
+        if len(held) >= held_out:
+            break
+        held += of_key[key]
+    apart = set(held)
+    return [i for i in good if i not in apart], sorted(held)
+
+
 def write_rows(rows: Rows, folder: Path) -> None:
     """Write the folder whole; `folder` must not exist yet."""
     with whole_folder(folder) as scratch:
@@ -96,7 +114,7 @@ def _check(tensors: dict[str, Tensor], rows: int) -> None:
         raise ValueError(f"{len(offsets) - 1} rows but {rows} lines in meta.jsonl")
     if len(ids) != len(answer):
         raise ValueError(f"{len(ids)} ids but {len(answer)} answer marks")
-    if int(offsets[0]) != 0 or int(offsets[-1]) != len(ids) or bool((offsets.diff() < 0).any()):
-        raise ValueError("offsets do not divide the ids")
+    if int(offsets[0]) != 0 or int(offsets[-1]) != len(ids) or bool((offsets.diff() < 1).any()):
+        raise ValueError("offsets do not divide the ids into rows")
     if len(ids) and int(ids.min()) < 0:
         raise ValueError("negative token ids")

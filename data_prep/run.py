@@ -14,20 +14,18 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from data_prep.answers import answer_prompts, generation_dtype
 from data_prep.duplicates import near_duplicates, normalised
 from data_prep.prompts import Prompt, load_prompts, parse, read_file, read_hub, to_record
-from data_prep.rows import Rows, read_lines, write_lines, write_rows
+from data_prep.rows import Rows, read_lines, split_by_prompt, write_lines, write_rows
 from data_prep.sources import SourceCost, check_sources
 from data_prep.synthesis import synthesise
 from data_prep.template import edges
-from data_prep.vocabulary import ENOUGH, build_vocab, coverage, predicted
+from data_prep.vocabulary import build_vocab, coverage, low_coverage, predicted, special_tokens
 from models.source import Source, load_tokenizer, resolve
 from models.target import Target, choose_device, load_target
-from models.vocab import VocabMap
+from models.vocab import VocabMap, read_vocab, write_vocab
 from recipes.cli import entry
 from recipes.files import cache_dir, make_folder, sha256_json, whole_folder, write_json
 from recipes.schema import Recipe, SourceConfig, UserError
@@ -92,13 +90,17 @@ def load_prepared(folder: Path) -> Prepared:
     """Read a folder that `prepare` wrote; a damaged one is a UserError that says what to delete."""
     try:
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        kept = load_file(folder / "vocab.safetensors")["kept_ids"]
-        vocab = VocabMap.from_ids(kept, int(report["vocabulary"]["target"]))
+        vocab, stated = read_vocab(folder / "vocab.safetensors"), str(report["vocabulary"]["hash"])
         prompts = _read_prompts(folder / "validation_prompts.jsonl")
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"{folder}: prepared data cannot be read: {error}. Delete the folder and prepare again."
         ) from error
+    if vocab.hash() != stated:
+        raise UserError(
+            f"{folder}: its vocabulary map (hash {vocab.hash()[:12]}) is not the one that report.json names "
+            f"({stated[:12]}). Delete the folder and prepare again."
+        )
     return Prepared(Rows.load(folder / "train"), Rows.load(folder / "validation"), vocab, folder, report, prompts)
 
 
@@ -180,19 +182,18 @@ def _rows(
     recipe: Recipe, lazy: Lazy, root: Path, prompts: list[tuple[str, Prompt]], answered: Path, report: dict[str, Any]
 ) -> Path:
     data, size = recipe.data, recipe.eagle.draft_vocab
-    key = sha256_json([FORMAT, "rows", answered.name, data.drop_loops, data.validation_rows, size])
+    vocab_size = _vocab_size(lazy.source)
+    ends = lazy.source.eos_ids | edges(lazy.tokenizer, "assistant", recipe.target.template_args).end_ids
+    always = special_tokens(lazy.tokenizer, ends, vocab_size)
+    key = sha256_json([FORMAT, "rows", answered.name, data.drop_loops, data.validation_rows, size, always])
     folder = root / f"rows-{key[:24]}"
     if _current(folder, "rows and vocabulary"):
         return folder
     rows = Rows.load(answered / "rows")
     good = [i for i, m in enumerate(rows.meta) if not (data.drop_loops and m["loop"])]
-    # by a hash of what is asked: a prompt keeps its side when others come or go
-    held = set(sorted(good, key=lambda i: (rows.meta[i]["key"], i))[: data.validation_rows])
-    train, validation = rows.subset([i for i in good if i not in held]), rows.subset(sorted(held))
+    train, validation = (rows.subset(side) for side in split_by_prompt(rows, good, data.validation_rows))
     _refuse_unsupervised(train, validation, report, _report(answered), data.validation_rows)
-    vocab_size = _vocab_size(lazy.source)
-    ends = lazy.source.eos_ids | edges(lazy.tokenizer, "assistant", recipe.target.template_args).end_ids
-    vocab = build_vocab(train, size, vocab_size, ends)
+    vocab = build_vocab(train, size, vocab_size, always)
     report = {
         **report,
         "hash": key,
@@ -209,14 +210,16 @@ def _rows(
             "coverage_validation": coverage(validation, vocab),
         },
     }
-    report["warnings"] = _warnings(report)
+    covered = report["vocabulary"]
+    report["warnings"] = low_coverage(covered["coverage"], "training")
+    report["warnings"] += low_coverage(covered["coverage_validation"], "validation")
     by_key = {(name, p.id): p for name, p in prompts}
     with whole_folder(folder) as aside:
         write_rows(train, aside / "train")
         write_rows(validation, aside / "validation")
-        save_file({"kept_ids": vocab.kept_ids.contiguous()}, aside / "vocab.safetensors")
-        held_out = [to_record(by_key[m["source"], m["id"]]) for m in validation.meta]
-        write_lines(aside / "validation_prompts.jsonl", held_out)
+        write_vocab(vocab, aside / "vocab.safetensors")
+        held_out = dict.fromkeys((m["source"], m["id"]) for m in validation.meta)
+        write_lines(aside / "validation_prompts.jsonl", [to_record(by_key[name]) for name in held_out])
         write_json(aside / "report.json", report)
     _say(report, folder)
     return folder
@@ -247,18 +250,6 @@ def _describe(rows: Rows) -> dict[str, Any]:
         "by_temperature": dict(Counter(str(m["temperature"]) for m in rows.meta)),
         "fates": dict(Counter(m["fate"] for m in rows.meta)),
     }
-
-
-def _warnings(report: dict[str, Any]) -> list[str]:
-    out = []
-    for name in ("coverage", "coverage_validation"):
-        covered = report["vocabulary"][name]
-        shares = {"all sources": covered["overall"], **covered["by_source"]}
-        low = [f"{source} {share:.1%}" for source, share in shares.items() if share < ENOUGH]
-        if low and covered["tokens"]:
-            where = "validation" if name.endswith("validation") else "training"
-            out.append(f"the draft vocabulary covers less than {ENOUGH:.0%} of the {where} tokens: {', '.join(low)}")
-    return out
 
 
 def _say(report: dict[str, Any], folder: Path) -> None:

@@ -1,7 +1,6 @@
 """The decoding loop around one target: propose a tree, verify it in one forward, accept a path, commit.
 
-`ar` proposes nothing, `chain` and `eagle` draft, `graft` drafts behind gates and fills freed places by retrieval:
-one loop.
+What is proposed differs from decoder to decoder (`eval.proposing`); the loop does not.
 B rows, N nodes, D path positions, T prompt positions, C tap width, V vocabulary.
 """
 
@@ -10,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from eval.engine import Clock, Engines, Facts, Settings
+from eval.engine import Clock, Engines, Facts
 from eval.matrix import SuccessorMatrix
+from eval.settings import Settings
 from eval.tree import RETRIEVAL
 from models.eagle3 import Eagle3
 from models.target import Target
 
-DECODERS = ("ar", "chain", "eagle", "graft")
 STAGES = ("d0", "d1", "d5", "none")
 
 
@@ -49,7 +48,7 @@ class Decoded:
     rounds_total: int
 
 
-def record(row: RowResult, facts: Facts, ends: frozenset[int], limit: int, graft: bool) -> None:
+def record(row: RowResult, facts: Facts, ends: frozenset[int], limit: int) -> None:
     """Book one round of a row that is not done: its tokens up to an end token or the limit, and the counts."""
     emitted = 0
     for token in facts.said:
@@ -64,9 +63,8 @@ def record(row: RowResult, facts: Facts, ends: frozenset[int], limit: int, graft
     from_matrix = sum(source == RETRIEVAL for source in facts.sources[:kept])
     row.sources["retrieval"] += from_matrix
     row.sources["drafter"] += kept - from_matrix
-    if graft:
-        row.stages[STAGES[facts.stage]] += 1
-        row.merged += facts.merged
+    row.stages[STAGES[facts.stage]] += 1
+    row.merged += facts.merged
 
 
 def _book(row: RowResult, kept: int, emitted: int, drafted: int, cut: bool) -> None:
@@ -93,9 +91,9 @@ def decode(
     row_ids: list[int] | None = None,
     engines: Engines | None = None,
 ) -> Decoded:
-    """Decode a batch of prompts (token ids, ragged). `matrix` is carried: Graft reads and updates it in place; without
-    one it starts cold. `row_ids` name the rows' noise at T > 0, so that an output does not depend on its batch.
-    `engines` keeps what is allocated and captured for the next call."""
+    """Decode a batch of prompts (token ids, ragged). `matrix` is carried: `graft` and `recycle` read and update it in
+    place; without one they start cold. `row_ids` name the rows' noise at T > 0, so that an output does not depend on
+    its batch. `engines` keeps what is allocated and captured for the next call."""
     engine = (engines or Engines()).get(target, drafter, settings, len(prompts), max(map(len, prompts)))
     clock, limit = Clock(target.device), settings.max_new_tokens
     rows = [RowResult(tokens=[token]) for token in engine.prefill(prompts, row_ids or [*range(len(prompts))], matrix)]
@@ -109,7 +107,7 @@ def decode(
         facts = engine.round(clock, done)
         for row, fact in zip(rows, facts, strict=True):
             if not row.done:
-                record(row, fact, target.eos_ids, limit, settings.decoder == "graft")
+                record(row, fact, target.eos_ids, limit)
         if done != [row.done for row in rows]:
             done = [row.done for row in rows]
             engine.finish(done)
@@ -119,6 +117,6 @@ def decode(
     return Decoded(rows, clock.settle(), seconds, rounds)
 
 
-def decode_keeping() -> Callable[..., Decoded]:
-    """`decode` with engines of its own, for many calls."""
-    return partial(decode, engines=Engines())
+def decode_keeping(longest: int = 0) -> Callable[..., Decoded]:
+    """`decode` with engines of its own, for many calls on prompts of at most `longest` tokens (more make it slower)."""
+    return partial(decode, engines=Engines(longest=longest))

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from eval.tree import DRAFTER, DraftTree
+from models.attention import fusable
 from models.cache import KVCache
 from models.capture import Steps
 from models.eagle3 import Eagle3
+from models.linear import pack
+from models.sampling import top
 from models.target import Target
 
 GATE_DEPTHS = (1, 2, 6)  # Graft checks the best path's probability after these draft depths (d0, d1, d5)
@@ -51,6 +54,31 @@ class Frontier:
         """bool []: some row still drafts."""
         return (self.stage == UNGATED).any()
 
+    @property
+    def drafted(self) -> int:
+        """Candidates so far, a row."""
+        return sum(tokens.shape[1] for tokens, _, _ in self.layers)
+
+    def grown(
+        self, layer: tuple[Tensor, Tensor, Tensor], best: tuple[Tensor, Tensor, Tensor, Tensor], states: Tensor
+    ) -> "Frontier":
+        """One layer more. `best` are the nodes to expand next [B, W]: their tokens, scores, candidate indices, and
+        which node of this frontier, whose `states` these are, each hangs on."""
+        tokens, scores, index, above = best
+        B, W = tokens.shape
+        own = torch.eye(W, dtype=self.ancestors.dtype, device=tokens.device).expand(B, W, W)
+        ancestors = self.ancestors.gather(1, above.unsqueeze(2).expand(-1, -1, self.ancestors.shape[2]))
+        return Frontier(
+            layers=(*self.layers, layer),
+            tokens=tokens,
+            scores=scores,
+            index=index,
+            states=states.gather(1, above.unsqueeze(2).expand(-1, -1, states.shape[2])),
+            ancestors=torch.cat([ancestors, own], 2),
+            stage=self.stage,
+            level=self.level + 1,
+        )
+
     def gated(self, gate: int, threshold: float) -> "Frontier":
         """Stop the rows whose best drafted path is no likelier than the threshold (c_d, Graft 1.3)."""
         confidence = self.layers[-1][2].amax(1).exp()
@@ -68,6 +96,9 @@ class EagleDrafting:
     def __init__(self, drafter: Eagle3, target: Target, rows: int, capacity: int) -> None:
         self.drafter, self.target, self.vocab = drafter, target, drafter.vocab.to(target.device)
         self.cache: KVCache = drafter.new_cache(rows, capacity)
+        self.fusable = fusable(target.device, drafter.config.head_dim)
+        self._packed = drafter.pack() if self.fusable else None  # held for the captured steps that read it
+        pack([weight for weight in drafter.parameters() if weight.ndim == 2])
         weight = drafter.fc.weight
         self.state_B1H = torch.zeros(rows, 1, weight.shape[0], device=weight.device, dtype=weight.dtype)
 
@@ -82,16 +113,15 @@ class EagleDrafting:
         # a row that committed nothing (it has finished) keeps its old state
         self.state_B1H.copy_(torch.where((counts_B > 0).view(-1, 1, 1), last, self.state_B1H))
 
-    def _top(self, states_BkH: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def top(self, states_BkH: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities and target tokens of each state's k best continuations [B, k', k]."""
-        logits = self.drafter.logits(states_BkH).float()
-        best = logits.topk(min(k, logits.shape[-1]), -1)
-        return best.values - logits.logsumexp(-1, keepdim=True), self.vocab.to_target(best.indices)
+        logp, index = top(self.drafter.logits(states_BkH), k)
+        return logp, self.vocab.to_target(index)
 
     @torch.no_grad()
     def open(self, branch: int) -> Frontier:
         """The first layer, which costs no pass: the state that the last committed slot left predicts it."""
-        logp, token = self._top(self.state_B1H, branch)
+        logp, token = self.top(self.state_B1H, branch)
         scores, tokens = logp[:, 0], token[:, 0]
         B, k = tokens.shape
         own = torch.eye(k, dtype=torch.bool, device=tokens.device).expand(B, k, k)
@@ -106,25 +136,29 @@ class EagleDrafting:
         while f.level < level:
             B, k = f.tokens.shape
             states = self.drafter.step(f.states, self.target.embed(f.tokens), self.cache, f.level - 1, f.ancestors)
-            logp, grown = self._top(states, k)
+            if self.fusable and self.cache.bucket:
+                f = self._expanded(f, states)
+                continue
+            logp, grown = self.top(states, k)
             running = (f.stage == UNGATED).view(B, 1, 1)
             scores = (f.scores.unsqueeze(2) + logp).masked_fill(~running, float("-inf")).flatten(1)
             layer = (grown.flatten(1), (f.index + 1).unsqueeze(2).expand_as(grown).flatten(1), scores)
             picked = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
-            above = picked // grown.shape[2]
-            ancestors = f.ancestors.gather(1, above.unsqueeze(2).expand(-1, -1, f.ancestors.shape[2]))
-            own = torch.eye(k, dtype=torch.bool, device=picked.device).expand(B, k, k)
-            f = Frontier(
-                layers=(*f.layers, layer),
-                tokens=grown.flatten(1).gather(1, picked),
-                scores=scores.gather(1, picked),
-                index=picked + sum(part[0].shape[1] for part in f.layers),
-                states=states.gather(1, above.unsqueeze(2).expand(-1, -1, states.shape[2])),
-                ancestors=torch.cat([ancestors, own], 2),
-                stage=f.stage,
-                level=f.level + 1,
-            )
+            tokens, above = layer[0].gather(1, picked), picked // grown.shape[2]
+            f = f.grown(layer, (tokens, scores.gather(1, picked), picked + f.drafted, above), states)
         return f
+
+    def _expanded(self, f: Frontier, states: Tensor) -> Frontier:
+        """What the rest of `grow` does to a layer, by the kernels of a GPU."""
+        from models import fused
+
+        seen = f.ancestors.to(torch.uint8).contiguous()
+        logits, index = self.drafter.fused_logits(states), f.index.contiguous()
+        layer, (tokens, scores, index, above, seen) = fused.expand(
+            logits, self.vocab.d2t, f.scores.contiguous(), index, f.stage, seen, f.drafted, UNGATED
+        )
+        states = states.gather(1, above.unsqueeze(2).expand(-1, -1, states.shape[2]))
+        return Frontier((*f.layers, layer), tokens, scores, index, states, seen, f.stage, f.level + 1)
 
     def draft(self, depth: int, branch: int, gates: tuple[float, ...] = (), steps: Steps | None = None) -> Frontier:
         """Draft `depth` layers, stopping early where the gates have stopped every row: one look at the device a gate.

@@ -12,45 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eval.drafting import GATE_DEPTHS, UNGATED, EagleDrafting, Frontier, draft_budgets, rerank
-from eval.matrix import MAX_DEPTH, WIDTH, SuccessorMatrix, Template, graft, retrieve, template
-from eval.tree import DraftTree, compact, root_only
+from eval.drafting import EagleDrafting
+from eval.matrix import WIDTH, SuccessorMatrix
+from eval.proposing import Proposal, proposer
+from eval.settings import Settings
+from eval.tree import DraftTree
 from eval.verify import walk
 from models.cache import KVCache
 from models.capture import Steps
 from models.eagle3 import Eagle3
-from models.sampling import draw, law, uniforms
-from models.target import Target
+from models.sampling import draw, law, top, uniforms
+from models.target import Target, padded
 
 PREFILL_LOGITS = 512  # positions whose logits are formed at once
 ROUNDING = 256  # of capacities
 PHASES = ("prefill", "draft", "retrieve", "verify", "accept", "cache")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to decode; for `chain`, depth is the draft length and nodes and branch do not count."""
-
-    decoder: str = "ar"
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int = 0
-    depth: int = 8
-    branch: int = 10
-    nodes: int = 60
-    gates: tuple[float, ...] = (0.15, 0.14, 0.50)
-
-    @property
-    def most(self) -> int:
-        """Drafts of one round, at most."""
-        return {"ar": 0, "chain": self.depth}.get(self.decoder, self.nodes)
-
-    @property
-    def room(self) -> int:
-        """Cache slots that a round may write past the committed ones, of target and drafter."""
-        return max(self.nodes, self.depth * self.branch) + self.depth + 16
 
 
 @dataclass(frozen=True)
@@ -123,7 +99,6 @@ class Engine:
         drafting: EagleDrafting | None,
         fixed: bool | None = None,
     ) -> None:
-        assert (drafting is None) == (settings.decoder == "ar")
         self.target, self.settings, self.cache, self.drafting = target, settings, cache, drafting
         device, rows = target.device, cache.rows
         self.fixed = device.type == "cuda" if fixed is None else fixed  # shapes are
@@ -132,25 +107,9 @@ class Engine:
         self.row_ids = torch.zeros_like(self.roots)
         self.alive = torch.ones(rows, dtype=torch.bool, device=device)
         self.index = torch.arange(rows, device=device)
-        self.matrix = SuccessorMatrix(target.vocab_size, device) if settings.decoder == "graft" else None
-        self.shape, self.wanted = _templates(settings, device) if self.matrix is not None else (None, None)
-        gates = zip(settings.gates, GATE_DEPTHS, strict=False)
-        self.gates = tuple(g for g, d in gates if d <= settings.depth) if self.matrix is not None else ()
-        self.branch = 1 if settings.decoder == "chain" else settings.branch
-        self.depth = self._deepest()
-        self.tree = self._empty_tree()
-        self.stage, self.merged = torch.zeros_like(self.roots), torch.zeros_like(self.roots)
-        self.budgets = torch.tensor(draft_budgets(settings.most), device=device)
+        self.proposer = proposer(settings, self.roots, self.fixed, drafting, target.vocab_size)
+        self.matrix = self.proposer.matrix
         self._waiting: tuple[Verified, Tensor, Tensor, list[int]] | None = None
-
-    def _deepest(self) -> int:
-        """The deepest that a node can be."""
-        s = self.settings
-        return 0 if self.drafting is None else max(s.depth, min(MAX_DEPTH, s.nodes)) if self.matrix else s.depth
-
-    def _empty_tree(self) -> DraftTree:
-        zeros = torch.zeros(self.cache.rows, 1 + self.settings.most, dtype=torch.int64, device=self.target.device)
-        return DraftTree(zeros, zeros.clone(), zeros.float(), zeros.clone(), zeros.bool(), self.depth)
 
     def choose(self, logits_BV: Tensor, positions_B: Tensor) -> Tensor:
         """The target's own next token: the arg-max, or a draw with the noise of (seed, row, position)."""
@@ -164,11 +123,8 @@ class Engine:
     def prefill(self, prompts: list[list[int]], row_ids: list[int], matrix: SuccessorMatrix | None) -> list[int]:
         """Read the prompts, one a row; returns each row's first token. `matrix` is copied in, and out by `save`."""
         target, device = self.target, self.target.device
-        lengths, T = [len(p) for p in prompts], max(map(len, prompts))
-        ids = torch.zeros(len(prompts), T, dtype=torch.int64)
-        for i, prompt in enumerate(prompts):
-            ids[i, : len(prompt)] = torch.tensor(prompt)
-        ids = ids.to(device)
+        lengths, ids = [len(p) for p in prompts], padded(prompts).to(device)
+        T = ids.shape[1]
         self._waiting = None
         self.alive.fill_(True)
         self.row_ids.copy_(torch.tensor(row_ids))
@@ -187,9 +143,10 @@ class Engine:
             real = torch.arange(T, device=device) < ends.unsqueeze(1)
             for start in range(0, T, PREFILL_LOGITS):
                 part = slice(start, start + PREFILL_LOGITS)
-                best = target.logits(states.final_BTH[:, part]).topk(WIDTH, -1).indices
+                best = top(target.logits(states.final_BTH[:, part]), WIDTH)[1]
                 self.matrix.update(ids[:, part][real[:, part]], best[real[:, part]])
         first: list[int] = self.roots.tolist()
+        self.proposer.start([[*prompt, token] for prompt, token in zip(prompts, first, strict=True)])
         return first
 
     def finish(self, done: list[bool]) -> None:
@@ -208,13 +165,16 @@ class Engine:
         """Propose, verify, accept and commit; `done` rows ride along."""
         self._commit_waiting(clock)
         if self.fixed:
-            for cache in self._caches():
-                cache.bucket = rounded(cache.high + self.settings.room)
+            rooms = (self.settings.room, self.settings.draft_room)
+            for cache, room in zip(self._caches(), rooms, strict=False):
+                # the fused kernels read what is there, whatever the bucket
+                cache.bucket = cache.capacity if self.target.fusable else rounded(cache.high + room)
             self.steps.scope = self.cache.bucket
-        tree = self._propose(clock)
-        verified = self.steps.run("verify", lambda: self._verify(tree))
+        proposal = self.proposer.propose(self.steps, clock)
+        self.steps.scope = self.cache.bucket, proposal.place
+        verified = self.steps.run("verify", lambda: self._verify(proposal.tree))
         clock.lap("verify")
-        path, said, facts = self.steps.run("accept", lambda: self._accept(tree, verified))
+        path, said, facts = self.steps.run("accept", lambda: self._accept(proposal, verified))
         clock.lap("accept")
         if self.fixed:
             counts_B = self.steps.run("count", lambda: (facts[:, 0] + 1) * self.alive)
@@ -230,7 +190,9 @@ class Engine:
                 cache.note(counts)
         else:
             self._waiting = verified, path, said, counts
-        return [_facts(row, said.shape[1]) for row in read]
+        found = [_facts(row, said.shape[1]) for row in read]
+        self.proposer.hear([[] if over else fact.said for fact, over in zip(found, done, strict=True)])
+        return found
 
     def _commit_waiting(self, clock: Clock) -> None:
         """Commit the round before this one, as wide as its longest path: a last round is never committed."""
@@ -244,73 +206,38 @@ class Engine:
             self._extend(v, path[:, :width], said[:, :width], counts_B, counts)
             clock.lap("draft")
 
-    def _propose(self, clock: Clock) -> DraftTree:
-        """This round's tree; for Graft also each row's gate stage and merged count, in `stage` and `merged`."""
-        if self.drafting is None:
-            return root_only(self.roots)
-        f = self.drafting.draft(self.settings.depth, self.branch, self.gates, self.steps)
-        tree = self.steps.run(("rerank", f.level), lambda: self._rerank(f))
-        clock.lap("draft")
-        if self.matrix is not None:
-            tree = self.steps.run(("graft", f.level), lambda: self._graft(tree, f.stage))
-            clock.lap("retrieve")
-        return tree
-
-    def _rerank(self, f: Frontier) -> DraftTree:
-        return rerank(f.candidates(), self.roots, self.budgets[f.stage], self.settings.most)
-
-    def _graft(self, tree: DraftTree, stage_B: Tensor) -> DraftTree:
-        """Fill the places that the gates freed from the matrix; the result lies where every round's tree does."""
-        assert self.matrix is not None
-        merged = torch.zeros_like(self.merged)
-        if self.shape is not None and self.wanted is not None and (self.fixed or bool((stage_B != UNGATED).any())):
-            retrieved = retrieve(self.matrix, self.roots, self.shape)
-            tree, merged = graft(tree, retrieved, self.wanted[stage_B], self.shape)
-        self.stage.copy_(stage_B)
-        self.merged.copy_(merged)
-        if not self.fixed:
-            return compact(tree)
-        tree = compact(tree, min(tree.size, 1 + self.settings.most))
-        self.tree.valid.zero_()
-        for name in ("tokens", "parents", "scores", "source", "valid"):
-            getattr(self.tree, name)[:, : tree.size] = getattr(tree, name)
-        return self.tree
-
     def _verify(self, tree: DraftTree) -> Verified:
-        target, line = self.target, tree.size == 1 or self.settings.decoder == "chain"
-        ancestors = None if line else tree.ancestors()
+        target = self.target
+        ancestors = None if self.proposer.line or tree.size == 1 else tree.ancestors()
         depths = None if ancestors is None else ancestors.sum(2) - 1
         states = target.forward(tree.tokens, self.cache, depths, ancestors)
         logits = target.logits(states.final_BTH)
         return Verified(states.taps_BTC, logits, logits.argmax(-1) if self.settings.temperature == 0 else None, depths)
 
-    def _accept(self, tree: DraftTree, v: Verified) -> tuple[Tensor, Tensor, Tensor]:
+    def _accept(self, proposal: Proposal, v: Verified) -> tuple[Tensor, Tensor, Tensor]:
         """The accepted path [B, D] of nodes, what it says [B, D] (drafts, then the bonus), and `Facts` as numbers."""
-        start = self.cache.lengths + 1  # the position of the first token that this round chooses
+        tree, start = proposal.tree, self.cache.lengths + 1  # the position of the first token that this round chooses
 
         def choose(node_B: Tensor, depth: int) -> Tensor:
-            greedy = v.greedy
-            return (
-                greedy[self.index, node_B]
-                if greedy is not None
-                else self.choose(v.logits[self.index, node_B], start + depth)
-            )
+            if v.greedy is not None:
+                return v.greedy[self.index, node_B]
+            return self.choose(v.logits[self.index, node_B], start + depth)
 
         path, accepted, bonus = walk(tree, choose)
         if self.matrix is not None:
             remember(self.matrix, tree, path, v.logits, self.alive)
         said = tree.tokens.gather(1, path)  # root, then accepted drafts
         said = torch.cat([said[:, 1:], bonus.unsqueeze(1)], 1).scatter(1, accepted.unsqueeze(1), bonus.unsqueeze(1))
-        drafted = torch.full_like(bonus, tree.depth) if v.depths is None else (v.depths * tree.valid).amax(1)
-        numbers = torch.stack([accepted, tree.valid.sum(1) - 1, self.stage, self.merged, drafted], 1)
+        nodes = tree.valid.sum(1) - 1
+        drafted = nodes if v.depths is None else (v.depths * tree.valid).amax(1)
+        numbers = torch.stack([accepted, nodes, proposal.stage, proposal.merged, drafted], 1)
         return path, said, torch.cat([numbers, said, tree.source.gather(1, path)], 1)
 
     def _commit(self, v: Verified, path: Tensor, said: Tensor, counts_B: Tensor, counts: list[int] | None) -> None:
         """Keep the accepted path in the target's cache; the last token said is the next root."""
         last = said.gather(1, (counts_B - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
         self.roots.copy_(torch.where(counts_B > 0, last, self.roots))
-        line = self.settings.decoder in ("ar", "chain")
-        self.cache.keep(counts_B, counts, None if line else path)
+        self.cache.keep(counts_B, counts, None if self.proposer.line else path)
 
     def _extend(self, v: Verified, path: Tensor, said: Tensor, counts_B: Tensor, counts: list[int] | None) -> None:
         """Give the drafter the target's taps of the accepted path."""
@@ -329,30 +256,33 @@ class Engines:
     """Engines kept from call to call, since capturing a round takes longer than decoding a short answer. Those of one
     target and number of rows share their caches."""
 
-    def __init__(self, fixed: bool | None = None) -> None:
-        """`fixed`: whether shapes are; they are on a GPU."""
-        self._fixed = fixed
+    def __init__(self, fixed: bool | None = None, longest: int = 0) -> None:
+        """`fixed`: whether shapes are; they are on a GPU. Caches have room for prompts of `longest` tokens from the
+        start, so that no longer one makes them grow, and every step be captured anew, while the clock runs."""
+        self._fixed, self._longest = fixed, longest
         self._engines: dict[tuple[Target, Eagle3 | None, int, Settings], Engine] = {}
         self._caches: dict[tuple[Target, int], KVCache] = {}
-        self._drafting: dict[tuple[Target, Eagle3, int], EagleDrafting] = {}
+        self._drafting: dict[tuple[Target, Eagle3, int, int], EagleDrafting] = {}
 
     def get(self, target: Target, drafter: Eagle3 | None, settings: Settings, rows: int, longest: int) -> Engine:
         """An engine for `rows` prompts of at most `longest` tokens."""
-        need = longest + settings.max_new_tokens + settings.room + 1
+        need = max(longest, self._longest) + settings.max_new_tokens + settings.room + 1
         cache = self._caches.get((target, rows))
         if cache is None or cache.capacity < need:
-            self._caches[target, rows] = cache = target.new_cache(rows, rounded(need))
+            grown = 0 if cache is None else min(2 * cache.capacity, target.max_positions + settings.room)
+            self._caches[target, rows] = cache = target.new_cache(rows, rounded(max(need, grown)))
             self._engines = {k: v for k, v in self._engines.items() if (k[0], k[2]) != (target, rows)}
             self._drafting = {k: v for k, v in self._drafting.items() if (k[0], k[2]) != (target, rows)}
         settings = replace(settings, max_new_tokens=0)  # which a round does not ask for
-        if settings.decoder == "ar":
+        if not settings.drafts:
             drafter = None
         key = (target, drafter, rows, settings)
         if key not in self._engines:
             drafting = None
             if drafter is not None:
-                new = (target, drafter, rows)
-                drafting = self._drafting.get(new) or EagleDrafting(drafter, target, rows, cache.capacity)
+                more = settings.draft_room - settings.room  # than the target's cache has
+                new = (target, drafter, rows, more)
+                drafting = self._drafting.get(new) or EagleDrafting(drafter, target, rows, cache.capacity + more)
                 self._drafting[new] = drafting
             self._engines[key] = Engine(target, settings, cache, drafting, self._fixed)
         return self._engines[key]
@@ -365,15 +295,5 @@ def remember(matrix: SuccessorMatrix, tree: DraftTree, path: Tensor, logits: Ten
     priority = tree.scores.clamp(-1e5, 0.0) + on_path * 1e6  # retrieved nodes score -1e9, accepted ones too
     teaches = tree.valid & alive_B.unsqueeze(1)
     order = priority.flatten().sort(stable=True).indices
-    best = logits.topk(WIDTH, -1).indices.flatten(0, 1)
+    best = top(logits, WIDTH)[1].flatten(0, 1)
     matrix.update(tree.tokens.flatten()[order], best[order], teaches.flatten()[order])
-
-
-def _templates(settings: Settings, device: torch.device) -> tuple[Template | None, Tensor | None]:
-    """The widest stage's template, and which of its nodes each stage wants [stages, R]: the templates are nested."""
-    shapes = [template(settings.nodes - kept, settings.nodes == 60, device) for kept in draft_budgets(settings.nodes)]
-    widest = shapes[0]
-    if not widest.paths:
-        return None, None
-    wanted = [[path in set(shape.paths) for path in widest.paths] for shape in shapes]
-    return widest, torch.tensor(wanted, device=device)

@@ -15,8 +15,8 @@ from data_prep.loops import is_loop
 from data_prep.prompts import Prompt
 from eval import lossless, report, results, tune
 from eval.decode import Decoded, RowResult, decode_keeping
-from eval.engine import Settings
 from eval.matrix import SuccessorMatrix
+from eval.matrix_file import starting_matrix
 from eval.outcome import (
     Outcome,
     disjoint,
@@ -29,13 +29,14 @@ from eval.outcome import (
     warmup_prompts,
 )
 from eval.plan import Entry, check_settings, describe, plan, settings_of, warm_prompts
+from eval.settings import Settings
 from models.eagle3 import Eagle3
 from models.target import Target
 from recipes.schema import Recipe, UserError
 
 Decode = Callable[..., Decoded]
 UNTIMED_BATCH = {"cpu": 16, "cuda": 64}  # rows of a batch where only tau is wanted
-FIRST_TOKENS = 16  # of the untimed first run of each decoder
+FIRST_TOKENS = {"cpu": 16, "cuda": 96}  # of the untimed first run of each decoder, in which a GPU's steps are captured
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Bench:
     def run(
         self, settings: Settings, batch: list[list[int]], row_ids: list[int], matrix: SuccessorMatrix | None
     ) -> Decoded:
-        drafter = None if settings.decoder == "ar" else self.drafter
+        drafter = self.drafter if settings.drafts else None
         return self.decode(self.target, drafter, batch, settings, matrix=matrix, row_ids=row_ids)
 
     def matrix_of(self, entry: Entry) -> SuccessorMatrix | None:
@@ -75,6 +76,7 @@ def evaluate(
     *,
     warmup: Sequence[Prompt] | None = None,
     tuned: dict[str, Any] | None = None,
+    calibrated: dict[str, Any] | None = None,
     drafter_name: str = "",
     load_fp32: Callable[[], Target] | None = None,
     decode: Decode | None = None,
@@ -82,12 +84,12 @@ def evaluate(
     """Run every decoder of the recipe on `prompts`; returns one results.json dict a decoder, `ar` first.
 
     `warmup` prompts (default: some that ship with Espalier) warm the matrix and serve the tuner; those that are also
-    measured are left out. `tuned` is a tuned.json; with eval.tune and none given, tuning comes first. With `out`, the
-    results, report.md, plots and tuned.json are written there. `load_fp32` gives the target in float32, for the
-    lossless check of a run in another dtype.
+    measured are left out. `tuned` is a tuned.json; with eval.tune and none given, tuning comes first. `calibrated` is
+    what `eval.calibrated` read. With `out`, the results, report.md, plots and tuned.json are written there. `load_fp32`
+    gives the target in float32, for the lossless check of a run in another dtype.
     """
     check_settings(recipe)
-    decode = decode or decode_keeping()
+    decode = decode or decode_keeping(longest_conversation(recipe, target, prompts))
     drafter = in_dtype(drafter, target.dtype) if drafter is not None else None
     if not prompts:
         raise UserError("no prompts to evaluate. Give prompts=FILE.jsonl with at least one line")
@@ -96,7 +98,7 @@ def evaluate(
         if recipe.eval.tune and tuned is None and drafter is not None:
             beside = Path(drafter_name) if drafter_name else None
             tuned = tune.tune(recipe, target, drafter, spare, beside, decode=decode)
-        bench = Bench(recipe, target, drafter, plan(recipe, tuned, drafter is not None), decode)
+        bench = Bench(recipe, target, drafter, plan(recipe, tuned, drafter is not None, calibrated), decode)
         announce(bench, len(prompts))
         if all(len(encode(target, recipe, prompt)) > bench.limit for prompt in prompts):
             longest = f"every prompt is longer than {bench.limit} tokens"
@@ -110,6 +112,15 @@ def evaluate(
         report.write(tables, tuned, out)
     report.summary(tables, out)
     return tables
+
+
+def longest_conversation(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> int:
+    """Tokens of the longest last prompt, at most: every turn's question and a full answer to all but the last."""
+    answers = recipe.eval.max_new_tokens
+    lengths = [
+        len(encode(target, recipe, p, [""] * (len(p.turns) - 1))) + answers * (len(p.turns) - 1) for p in prompts
+    ]
+    return min(longest_prompt(target, recipe.eval), max(lengths))
 
 
 def validation_tau(
@@ -150,14 +161,17 @@ def warm_up(bench: Bench, spare: Sequence[Prompt]) -> None:
         raise UserError(f"eval.matrix asks for {wanted} warm-up prompts, {at_hand}. Use warm-{len(encoded)} or carried")
     for entry in bench.entries:
         if entry.matrix and entry.matrix != "cold":
-            bench.matrices[entry.label] = matrix = new_matrix(bench.target)
+            t = bench.target
+            matrix = starting_matrix(entry.matrix, t.vocab_size, t.device, t.fingerprint)
+            bench.matrices[entry.label] = matrix
             batch = encoded[: warm_prompts(entry.matrix)]
             if batch:
                 bench.run(entry.settings, batch, list(range(len(batch))), matrix)
+    first = FIRST_TOKENS[bench.target.device.type]
     for entry in bench.entries:
         if entry.timed and encoded:
             batch = [encoded[-1]] * bench.recipe.eval.batch_size
-            short = replace(entry.settings, max_new_tokens=min(FIRST_TOKENS, entry.settings.max_new_tokens))
+            short = replace(entry.settings, max_new_tokens=min(first, entry.settings.max_new_tokens))
             bench.run(short, batch, list(range(len(batch))), new_matrix(bench.target) if entry.matrix else None)
 
 

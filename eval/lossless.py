@@ -163,7 +163,7 @@ def check_fp32(bench: "Bench", target: Target) -> dict[str, Any]:
     outcomes: dict[str, list[Outcome]] = {entry.label: [] for entry in bench.entries}
     with exact_matmul(target):
         for entry in bench.entries:
-            helper = None if entry.settings.decoder == "ar" else drafter
+            helper = drafter if entry.settings.drafts else None
             for start in range(0, len(rows), BATCH):
                 part = rows[start : start + BATCH]
                 prompts, row_ids = [ids for *_, ids in part], [row_id(name, turn) for name, _, turn, _ in part]

@@ -4,18 +4,20 @@ import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from eval.engine import Settings
-from recipes.schema import DECODERS, EvalConfig, Recipe, UserError, validate
+from eval.matrix_file import is_file
+from eval.settings import GATED, LINES, PUBLISHED_GATES, Settings
+from recipes.schema import DECODERS, DRAFTED, EvalConfig, Recipe, UserError, validate
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the table: a decoder with its settings, and for `graft` the state its successor matrix starts from."""
+    """One row of the table: a decoder with its settings, and the state that its matrix, if any, starts from."""
 
     label: str
     settings: Settings
-    matrix: str = ""  # "" (no matrix) | cold | carried | warm-N
+    matrix: str = ""  # "" (no matrix) | cold | carried | warm-N | FILE.safetensors
     timed: bool = True  # False: run in batches for tau alone
+    gates_from: str = ""  # where the gates of `graft` and `prune` come from, in words
 
 
 def check_settings(recipe: Recipe) -> None:
@@ -25,8 +27,8 @@ def check_settings(recipe: Recipe) -> None:
 
 
 def warm_prompts(matrix: str) -> int:
-    """N of `warm-N`; 0 for `cold` and `carried`. Anything else is refused."""
-    if matrix in ("", "cold", "carried"):
+    """N of `warm-N`; 0 for `cold`, `carried` and a file. Anything else is refused."""
+    if matrix in ("", "cold", "carried") or is_file(matrix):
         return 0
     found = re.fullmatch(r"warm-(\d+)", matrix)
     if not found or int(found[1]) < 1:
@@ -36,9 +38,13 @@ def warm_prompts(matrix: str) -> int:
     return int(found[1])
 
 
+DEPTHS = {"lookup": 10, "suffix": 40, "talon": 16}  # as published; TALON's has no cap, ours is the schema's
+
+
 def settings_of(decoder: str, e: EvalConfig, **changes: Any) -> Settings:
-    """The recipe's settings for one decoder; a chain is a tree without branches."""
-    depth = e.chain_length if decoder == "chain" else e.depth
+    """The recipe's settings for one decoder; a line is a tree without branches."""
+    depth = e.chain_length if decoder == "chain" else DEPTHS.get(decoder, e.depth)
+    line = decoder in LINES
     settings = Settings(
         decoder=decoder,
         max_new_tokens=e.max_new_tokens,
@@ -47,33 +53,56 @@ def settings_of(decoder: str, e: EvalConfig, **changes: Any) -> Settings:
         top_k=e.top_k,
         seed=e.seed,
         depth=depth,
-        branch=1 if decoder == "chain" else e.branch,
-        nodes=depth if decoder == "chain" else e.nodes,
-        gates=tuple(e.gates),
+        branch=1 if line else e.branch,
+        nodes=depth if line else e.nodes,
+        gates=tuple(e.gates) or PUBLISHED_GATES,
     )
     return replace(settings, **changes)
 
 
-def plan(recipe: Recipe, tuned: dict[str, Any] | None = None, drafter: bool = True) -> list[Entry]:
+def plan(
+    recipe: Recipe,
+    tuned: dict[str, Any] | None = None,
+    drafter: bool = True,
+    calibrated: dict[str, Any] | None = None,
+) -> list[Entry]:
     """The rows of the table, `ar` first.
 
-    With tuned settings `chain` gets its best length, and `eagle` and `graft` share the budget of the faster of the two,
-    so that their difference is what retrieval brings; the recipe's own chain length is kept beside them, for tau alone.
+    With tuned settings each has its best, but `eagle` and `graft` share the budget of the faster of the two, so that
+    their difference is what retrieval brings; the recipe's own chain length is kept beside them, for tau alone. Gates
+    are the tuned ones, else the recipe's, else those that were `calibrated`.
     """
     check_settings(recipe)
     e = recipe.eval
     names = [recipe.decoder] if recipe.decoder else list(dict.fromkeys(e.decoders))
-    names = [name for name in DECODERS if (name in names and drafter) or name == "ar"]
+    names = [name for name in DECODERS if (name in names and (drafter or name not in DRAFTED)) or name == "ar"]
     shapes = tuned_shapes(tuned) if tuned else {}
     entries = []
     for name in names:
-        settings = settings_of(name, e, **shapes.get(name, {}))
-        entries.append(Entry(name, settings, matrix=e.matrix if name == "graft" else ""))
+        gates, words = gates_of(name, e, shapes, calibrated)
+        settings = settings_of(name, e, **{**gates, **shapes.get(name, {})})
+        row = Entry(name, settings, matrix=e.matrix if settings.remembers else "", gates_from=words)
+        entries.append(row)
         if name == "chain" and settings.depth != e.chain_length:
             entries.append(Entry(f"chain-{e.chain_length}", settings_of(name, e), timed=False))
         if name == "graft" and e.matrix != "cold":
-            entries.append(Entry("graft-cold", settings, matrix="cold"))
+            entries.append(replace(row, label="graft-cold", matrix="cold"))
     return entries
+
+
+def gates_of(
+    name: str, e: EvalConfig, shapes: dict[str, dict[str, Any]], calibrated: dict[str, Any] | None
+) -> tuple[dict[str, Any], str]:
+    """Changes of Settings, and where the gates come from in words; nothing for a decoder without gates."""
+    if name not in GATED:
+        return {}, ""
+    if e.gates:
+        return {}, "the recipe's, or higher ones by the tuner's choice" if name in shapes else "the recipe's"
+    if name in shapes:
+        return {}, "the tuner's choice"
+    if calibrated is not None:
+        return {"gates": calibrated["gates"][name]}, calibrated["words"]
+    return {}, "published for another target; eval.calibrate finds this drafter's own"
 
 
 def asked(recipe: Recipe) -> dict[str, Any]:
@@ -88,8 +117,9 @@ def tuned_shapes(tuned: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """{decoder: changes of Settings} from tuned.json, eagle and graft brought to one budget."""
     best = tuned["best"]
     shapes = {name: {"depth": b["depth"], "branch": b["branch"], "nodes": b["nodes"]} for name, b in best.items()}
-    if "graft" in best:
-        shapes["graft"]["gates"] = tuple(best["graft"]["gates"])
+    for name in GATED:
+        if name in best:
+            shapes[name]["gates"] = tuple(best[name]["gates"])
     if "eagle" in best and "graft" in best:
         leader, other = (
             ("graft", "eagle") if best["graft"]["tokens_per_s"] >= best["eagle"]["tokens_per_s"] else ("eagle", "graft")
@@ -105,8 +135,14 @@ def describe(settings: Settings) -> str:
         return "one token a step"
     if settings.decoder == "chain":
         return f"{settings.depth} draft{'s' if settings.depth > 1 else ''} in a row"
+    if settings.decoder in LINES:
+        return f"at most {settings.depth} copied tokens in a row"
+    if settings.decoder == "recycle":
+        return f"{settings.nodes} retrieved nodes"
+    if settings.decoder == "talon":
+        return f"{settings.nodes} nodes, depth at most {settings.depth}, top-{settings.branch}"
     shape = f"{settings.nodes} nodes, depth {settings.depth}, top-{settings.branch}"
-    if settings.decoder == "graft":
+    if settings.decoder in GATED:
         shape += ", gates " + "/".join(f"{gate:g}" for gate in settings.gates)
     return shape
 
@@ -115,4 +151,10 @@ def settings_record(entry: Entry, batch_size: int) -> dict[str, Any]:
     """The `settings` of results.json. `top_k` is the sampler's; the tree's is `branch`."""
     record = asdict(entry.settings)
     record["gates"] = list(entry.settings.gates)
-    return {**record, "batch_size": batch_size, "matrix": entry.matrix or "none", "timed": entry.timed}
+    return {
+        **record,
+        "batch_size": batch_size,
+        "matrix": entry.matrix or "none",
+        "timed": entry.timed,
+        "gates_from": entry.gates_from,
+    }

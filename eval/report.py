@@ -111,6 +111,11 @@ def parts(tables: list[Table]) -> list[str]:
         if t["decoder"].startswith("chain-")
     ]
     lines += retrieval(tables)
+    lines += [
+        f"Gates of {t['decoder']} ({'/'.join(f'{gate:g}' for gate in t['settings']['gates'])}): {source}."
+        for t in tables
+        if (source := t["settings"]["gates_from"]) and t["decoder"] != "graft-cold"
+    ]
     if tables[0]["environment"]["device"] == "cpu":
         chosen = " Tree size and draft length were chosen by the measured cost curve." if tables[0]["tuned"] else ""
         lines.append(NOT_FREE + chosen)

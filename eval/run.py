@@ -4,13 +4,17 @@ Everything that can be refused is refused before weights load; results appear wh
 """
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
 from data_prep.prompts import Prompt, load_prompts
-from eval import harness, tune
+from eval import calibrated, harness, tune
+from eval.matrix_file import is_file, read_matrix
 from eval.outcome import disjoint, warmup_prompts
 from eval.plan import Entry, check_settings, describe, plan, warm_prompts
 from models.eagle3 import Eagle3
@@ -18,8 +22,8 @@ from models.layouts import check_drafter, load_drafter, read_provenance
 from models.source import resolve
 from models.target import Target, choose_device, choose_dtype, load_target
 from recipes.cli import entry
-from recipes.files import make_folder, run_folder
-from recipes.schema import Recipe, UserError
+from recipes.files import output_folder, run_folder
+from recipes.schema import DRAFTED, Recipe, UserError
 
 # what generation configs may ask for and a tree of drafts cannot honour losslessly without knowing the path's history
 NOT_APPLIED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "min_p": None}
@@ -27,31 +31,48 @@ NOT_APPLIED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_re
 
 def main(recipe: Recipe) -> None:
     prompts = check(recipe)
-    entries = plan(recipe, drafter=needs_drafter(recipe))
+    gates = calibrated_gates(recipe)
+    entries = plan(recipe, drafter=needs_drafter(recipe), calibrated=gates)
     if recipe.dry_run:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         print(cost(recipe, prompts, entries))
         return
-    out = make_folder(out_folder(recipe))
-    if needs_drafter(recipe):
-        target, drafter, folder = load(recipe)
-        tuned = tune.read(folder, recipe, target) if recipe.eval.tune else None
-        if recipe.eval.tune and tuned is None:
-            spare = disjoint(warmup_prompts(), prompts)
-            tuned = tune.tune(recipe, target, drafter, spare, folder)
-        harness.evaluate(
-            recipe,
-            target,
-            drafter,
-            prompts,
-            out,
-            tuned=tuned,
-            drafter_name=str(folder),
-            load_fp32=lambda: load_exact(recipe),
-        )
-    else:
+    with output_folder(out_folder(recipe)) as out:
+        evaluate(recipe, prompts, gates, out)
+
+
+def evaluate(recipe: Recipe, prompts: list[Prompt], gates: dict[str, Any] | None, out: Path) -> None:
+    if not needs_drafter(recipe):
         target = load_eval_target(recipe)
         harness.evaluate(recipe, target, None, prompts, out, load_fp32=lambda: load_exact(recipe))
+        return
+    target, drafter, folder = load(recipe)
+    from_here = recipe if gates is None else with_gates(recipe, gates["gates"]["graft"])  # the tuner tries these
+    tuned = tune.read(folder, from_here, target) if recipe.eval.tune else None
+    if recipe.eval.tune and tuned is None:
+        spare = disjoint(warmup_prompts(), prompts)
+        tuned = tune.tune(from_here, target, drafter, spare, folder)
+    harness.evaluate(
+        recipe,
+        target,
+        drafter,
+        prompts,
+        out,
+        tuned=tuned,
+        calibrated=gates,
+        drafter_name=str(folder),
+        load_fp32=lambda: load_exact(recipe),
+    )
+
+
+def calibrated_gates(recipe: Recipe) -> dict[str, Any] | None:
+    """What lies beside the drafter, where it is asked for and the recipe names no gates of its own."""
+    folder = drafter_folder(recipe)
+    return calibrated.read(folder) if needs_drafter(recipe) and not recipe.eval.gates and folder.is_dir() else None
+
+
+def with_gates(recipe: Recipe, gates: Sequence[float]) -> Recipe:
+    return replace(recipe, eval=replace(recipe.eval, gates=list(gates)))
 
 
 def check(recipe: Recipe) -> list[Prompt]:
@@ -68,6 +89,8 @@ def check(recipe: Recipe) -> list[Prompt]:
         check_belongs(recipe)
     elif not recipe.dry_run:
         resolve(recipe.target)
+    if is_file(recipe.eval.matrix):
+        read_matrix(Path(recipe.eval.matrix).expanduser(), "" if recipe.dry_run else resolve(recipe.target).fingerprint)
     return prompts
 
 
@@ -108,7 +131,7 @@ def dtype_name(recipe: Recipe) -> str:
 
 
 def needs_drafter(recipe: Recipe) -> bool:
-    return any(name != "ar" for name in ([recipe.decoder] if recipe.decoder else recipe.eval.decoders))
+    return any(name in DRAFTED for name in ([recipe.decoder] if recipe.decoder else recipe.eval.decoders))
 
 
 def drafter_folder(recipe: Recipe) -> Path:

@@ -22,11 +22,11 @@ from typing import Any
 
 from data_prep.prompts import Prompt
 from eval.decode import Decoded, decode_keeping
-from eval.engine import Settings
 from eval.matrix import SuccessorMatrix
 from eval.outcome import STAGES, encode, in_dtype, longest_prompt, new_matrix, row_id
 from eval.plan import asked, describe, settings_of
 from eval.results import environment
+from eval.settings import GATED, Settings
 from models.eagle3 import Eagle3
 from models.target import Target
 from recipes.cli import entry
@@ -39,11 +39,14 @@ FIRST_TOKENS = 4  # of the first run of each candidate, which compiles, allocate
 # (batches of prompts, tokens each, batches even when the budget is spent): everybody, the best few, the run-off
 ROUNDS = ((3, 16, 2), (4, 32, 0), (6, 40, 3))
 FEW, FINALISTS = 6, 3
+GRID_BATCHES = 8  # of prompts, on which all candidates are measured when the choice is judged
 BUDGET_SECONDS = 60.0
 SCREENING = 0.6  # share of the budget for the first round
 HOPELESS = (0.6, 0.75)  # share of the best speed below which a setting drops out after one prompt, and after more
 CHAINS_CPU, CHAINS_GPU = (1, 2, 3, 5), (1, 2, 3, 4, 5, 7)
 TREES_CPU = ((2, 1), (3, 1), (3, 2), (4, 2), (7, 3), (9, 4))  # (nodes, depth)
+WIDE = ((3, 2), (5, 2), (8, 3), (16, 4), (32, 6), (60, 10))  # (nodes, branch) of talon and recycle
+COPIES = (3, 6, 10, 40)  # lengths of lookup and suffix
 HIGHER_GATES = 3  # graft is also tried with gates this much higher: stop sooner, retrieve more
 TREES_GPU = tuple(
     (nodes, depth) for nodes in (8, 16, 24, 32, 48, 60) for depth in (2, 3, 4, 6, 8) if 2 * depth <= nodes
@@ -79,9 +82,7 @@ class Trial:
         self.batch_rounds.append(decoded.rounds_total)
         self.seconds.append(decoded.decode_seconds)
         self.stages.append(decoded.seconds)
-        s, rows = self.settings, verified_rows(self.settings)
-        if s.decoder == "graft" and self.rounds[-1]:  # its trees may be smaller than the budget
-            rows = 1 + round(sum(row.nodes for row in decoded.rows) / sum(row.rounds for row in decoded.rows))
+        rows = 1 + round(sum(row.nodes for row in decoded.rows) / max(1, sum(row.rounds for row in decoded.rows)))
         self.rows.append(rows)
         if decoded.rounds_total:
             self.pool.setdefault(rows, []).append(1000 * decoded.seconds.get("verify", 0.0) / decoded.rounds_total)
@@ -202,11 +203,11 @@ def measured_grid(
     drafter: Eagle3,
     prompts: Sequence[Prompt],
     *,
-    tokens: int = 48,
+    tokens: int = 32,
     decode: Callable[..., Decoded] | None = None,
     settings: Sequence[Settings] | None = None,
 ) -> list[dict[str, Any]]:
-    """Every candidate on every prompt, interleaved: what the tuner's choice is judged against. Fastest first."""
+    """Every candidate on the same prompts, interleaved: what the tuner's choice is judged against. Fastest first."""
     drafter, decode = in_dtype(drafter, target.dtype), decode or decode_keeping()
     warm, batches = _prompts(recipe, target, prompts)
     base = warm_matrix(target, drafter, recipe, warm, decode)
@@ -214,7 +215,7 @@ def measured_grid(
     run = _runner(target, drafter, decode)
     for trial in trials:
         run(replace_tokens(trial, FIRST_TOKENS), *batches[0])
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(batches[:GRID_BATCHES]):
         for trial in rotated(trials, number):
             short = replace_tokens(trial, tokens)
             trial.add(run(short, *batch), short.settings.max_new_tokens)
@@ -231,22 +232,24 @@ def shortfall(grid: list[dict[str, Any]], chosen: dict[str, Any]) -> float:
 
 
 def candidates(recipe: Recipe, device: str) -> list[Settings]:
-    """`ar`, chains of a few lengths, and one set of tree budgets for eagle and graft, within the recipe's."""
+    """`ar`, lines of a few lengths, and one set of tree budgets for eagle, prune and graft, within the recipe's."""
     e = recipe.eval
-    names = [recipe.decoder] if recipe.decoder else list(e.decoders)
+    names = [recipe.decoder] if recipe.decoder else list(dict.fromkeys(e.decoders))
     gpu = device == "cuda"
     shapes = [(n, d) for n, d in (TREES_GPU if gpu else TREES_CPU) if n <= e.nodes and d <= e.depth] or [
         (e.nodes, e.depth)
     ]
     found = [settings_of("ar", e)]
-    if "chain" in names:
-        found += [settings_of("chain", e, depth=k, nodes=k) for k in (CHAINS_GPU if gpu else CHAINS_CPU)]
-    for name in ("eagle", "graft"):
-        if name in names:
+    lengths = {"chain": CHAINS_GPU if gpu else CHAINS_CPU, "lookup": COPIES[:3], "suffix": COPIES}
+    for name in names:
+        found += [settings_of(name, e, depth=k, nodes=k) for k in lengths.get(name, ())]
+        if name in ("eagle", "prune", "graft"):
             found += [settings_of(name, e, nodes=n, depth=d, branch=min(e.branch, n)) for n, d in shapes]
-    higher = tuple(min(0.9, HIGHER_GATES * gate) for gate in e.gates)
-    roomy = [s for s in found if s.decoder == "graft" and s.depth > 1 and s.nodes > 3]
-    return found + [replace(s, gates=higher) for s in roomy if any(e.gates)]
+        if name in ("talon", "recycle"):
+            small = [(n, k) for n, k in WIDE if n <= e.nodes]
+            found += [settings_of(name, e, nodes=n, branch=min(e.branch, k)) for n, k in small]
+    roomy = [s for s in found if s.decoder in GATED and s.depth > 1 and s.nodes > 3]
+    return found + [replace(s, gates=tuple(min(0.9, HIGHER_GATES * g) for g in s.gates)) for s in roomy if any(s.gates)]
 
 
 def verified_rows(settings: Settings) -> int:
@@ -256,7 +259,7 @@ def verified_rows(settings: Settings) -> int:
 
 def cost_curve(trials: Sequence[Trial]) -> dict[str, dict[str, float]]:
     """Median milliseconds of a verification by rows, and of drafting by depth, where the shape is fixed."""
-    fixed = [t for t in trials if t.seconds and t.settings.decoder != "graft"]
+    fixed = [t for t in trials if t.seconds and t.settings.decoder in ("ar", "chain", "eagle")]
     verify: dict[int, list[float]] = {}
     draft: dict[int, list[float]] = {}
     for trial in fixed:
@@ -340,7 +343,7 @@ def read(folder: Path, recipe: Recipe, target: Target) -> dict[str, Any] | None:
 def _trials(settings: Sequence[Settings], base: SuccessorMatrix) -> list[Trial]:
     """One a setting, with a matrix of its own and the verification costs in common."""
     pool: dict[int, list[float]] = {}
-    return [Trial(s, base.copy() if s.decoder == "graft" else None, pool=pool) for s in settings]
+    return [Trial(s, base.copy() if s.remembers else None, pool=pool) for s in settings]
 
 
 Batch = tuple[list[list[int]], list[int]]  # prompts of one call, and their row ids
@@ -348,7 +351,7 @@ Batch = tuple[list[list[int]], list[int]]  # prompts of one call, and their row 
 
 def _runner(target: Target, drafter: Eagle3, decode: Callable[..., Decoded]) -> Callable[..., Decoded]:
     def run(trial: Trial, batch: list[list[int]], row_ids: list[int]) -> Decoded:
-        helper = None if trial.settings.decoder == "ar" else drafter
+        helper = drafter if trial.settings.drafts else None
         return decode(target, helper, batch, trial.settings, matrix=trial.matrix, row_ids=row_ids)
 
     return run

@@ -1,13 +1,62 @@
-"""Attention over cached keys, and the unroll's causal part plus diagonals.
+"""Attention over cached keys, inside the documents of a packed row, and the unroll's causal part plus diagonals.
 
 B batch, T query positions, S key slots, N heads, K key-value heads, G = N / K, D head size.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def fusable(device: torch.device, head_dim: int) -> bool:
+    """Whether the decoding kernels of `models.fused` run there, for heads of this size."""
+    return device.type == "cuda" and head_dim in (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """A layer's N query heads and K key-value heads of size D, with the gains of their norms where it has any."""
+
+    queries: int
+    keys: int
+    size: int
+    scale: float
+    eps: float = 0.0
+    q_gain: Tensor | None = None
+    k_gain: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Documents:
+    """How the T tokens of a packed row divide into documents, end to end and none of them empty."""
+
+    lengths: Sequence[int]
+    device: torch.device
+
+    @cached_property
+    def spans(self) -> list[slice]:
+        return [slice(a, b) for a, b in pairwise(accumulate(self.lengths, initial=0))]
+
+    @cached_property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """Where each document starts, and T: int32 [documents + 1], as flash attention takes it."""
+        starts = torch.tensor(list(accumulate(self.lengths, initial=0)), dtype=torch.int32)
+        return starts.to(self.device, non_blocking=True)
+
+    @cached_property
+    def positions_T(self) -> Tensor:
+        """Of each token in its own document, from 0."""
+        return torch.cat([torch.arange(n) for n in self.lengths]).to(self.device, non_blocking=True)
 
 
 def rotate(x_BNTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
@@ -40,93 +89,159 @@ def attend(
     return out.reshape(B, N, T, D).transpose(1, 2).reshape(B, T, N * D)
 
 
-def causal_plus_diagonals(
-    q_BNTD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, diagonals: list[tuple[Tensor, Tensor]]
+def attend_documents(
+    q_1NTD: Tensor,
+    k_1KTD: Tensor,
+    v_1KTD: Tensor,
+    documents: Documents,
+    window: int | None,
+    scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
-    """Attention of one unroll step -> [B, N, T, D]; `diagonals` holds (key, value) of each later step, [B, N, T, D].
+    """Causal attention inside each document of a packed row -> [1, T, N*D]; no gradients.
 
-    Query p sees the step-0 keys 0..p and, of every later step, the key at its own slot p alone. The two parts are
-    merged by their log-sum-exp, so nothing of size [T, T] is stored.
+    With a `window` a token sees itself and the window - 1 tokens before it.
     """
-    if _flash(q_BNTD) is None:
-        return reference_causal_plus_diagonals(q_BNTD, k_BNTD, v_BNTD, diagonals)
+    if softcap is None and _half_on_gpu(q_1NTD):
+        q, k, v = (t[0].transpose(0, 1) for t in (q_1NTD, k_1KTD, v_1KTD))
+        ends, most, left = documents.offsets, documents.longest, -1 if window is None else window - 1
+        out, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, ends, ends, most, most, 0.0, True, False, scale=scale, window_size_left=left, window_size_right=0
+        )
+        return out.flatten(1).unsqueeze(0)
+    parts = []
+    for span, length in zip(documents.spans, documents.lengths, strict=True):
+        mask = None
+        if window is not None and window < length:
+            mask = torch.ones(1, length, length, dtype=torch.bool, device=q_1NTD.device).tril().triu(1 - window)
+        parts.append(attend(q_1NTD[:, :, span], k_1KTD[:, :, span], v_1KTD[:, :, span], mask, scale, softcap))
+    return torch.cat(parts, 1)
+
+
+def causal_plus_diagonals(
+    q_NTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, diagonals: list[tuple[Tensor, Tensor]], documents: Documents
+) -> Tensor:
+    """Attention of one unroll step over a packed row -> [N, T, D]; `diagonals` holds (key, value) of each later step.
+
+    Query p sees the step-0 keys of its own document up to p and, of every later step, the key [K, T, D] at its own slot
+    alone. The two parts are merged by their log-sum-exp, so nothing of size [T, T] is stored.
+    """
+    if q_NTD.device.type != "cpu" and not _half_on_gpu(q_NTD):
+        return reference_causal_plus_diagonals(q_NTD, k_KTD, v_KTD, diagonals, documents)
     # the flash kernels trust the last stride to be 1 and compute nonsense where it is not
-    q_BNTD, k_BNTD, v_BNTD = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_BNTD, k_BNTD, v_BNTD))
+    q_NTD, k_KTD, v_KTD = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_NTD, k_KTD, v_KTD))
     flat = [t for pair in diagonals for t in pair]
-    out: Tensor = _CausalPlusDiagonals.apply(q_BNTD, k_BNTD, v_BNTD, *flat)
+    out: Tensor = _CausalPlusDiagonals.apply(documents, q_NTD, k_KTD, v_KTD, *flat)
     return out
 
 
 def reference_causal_plus_diagonals(
-    q_BNTD: Tensor, k_BNTD: Tensor, v_BNTD: Tensor, diagonals: list[tuple[Tensor, Tensor]]
+    q_NTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, diagonals: list[tuple[Tensor, Tensor]], documents: Documents
 ) -> Tensor:
-    """The same in the obvious way, [T, T] scores and all: for tests and for dtypes that no flash kernel takes."""
-    T, scale = q_BNTD.shape[2], q_BNTD.shape[3] ** -0.5
-    hidden = torch.ones(T, T, dtype=torch.bool, device=q_BNTD.device).triu(1)
-    scores = [(q_BNTD @ k_BNTD.transpose(2, 3) * scale).masked_fill(hidden, float("-inf"))]
-    scores += [(q_BNTD * k).sum(-1, keepdim=True) * scale for k, _ in diagonals]
-    weights = torch.cat(scores, -1).softmax(-1)
-    out = weights[..., :T] @ v_BNTD
-    for i, (_, v) in enumerate(diagonals):
-        out = out + weights[..., T + i, None] * v
-    return out
+    """The same in the obvious way, one document at a time with all its scores: for tests, and for dtypes that no flash
+    kernel takes."""
+    groups, scale = q_NTD.shape[0] // k_KTD.shape[0], q_NTD.shape[-1] ** -0.5
+    k_NTD, v_NTD = k_KTD.repeat_interleave(groups, 0), v_KTD.repeat_interleave(groups, 0)
+    wide = [(key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)) for key, value in diagonals]
+    parts = []
+    for span, length in zip(documents.spans, documents.lengths, strict=True):
+        q, k, v = q_NTD[:, span], k_NTD[:, span], v_NTD[:, span]
+        hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        scores = [(q @ k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf"))]
+        scores += [(q * key[:, span]).sum(-1, keepdim=True) * scale for key, _ in wide]
+        weights = torch.cat(scores, -1).softmax(-1)
+        out = weights[..., :length] @ v
+        for i, (_, value) in enumerate(wide):
+            out = out + weights[..., length + i, None] * value[:, span]
+        parts.append(out)
+    return torch.cat(parts, 1)
 
 
-def _flash(q: Tensor) -> str | None:
-    if q.device.type == "cpu":
-        return "cpu"
-    return "cuda" if q.dtype in (torch.bfloat16, torch.float16) else None
+def _half_on_gpu(q: Tensor) -> bool:
+    """Whether a GPU's flash attention takes this dtype."""
+    return q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16)
 
 
 class _CausalPlusDiagonals(torch.autograd.Function):
     """Flash attention for the causal part, elementwise diagonals, one softmax over both.
 
     The flash backward recomputes probabilities as exp(score - lse) and needs rowsum(dO * O). Handed the *merged* output
-    and the *merged* log-sum-exp, it yields exactly the causal part's gradients of the merged softmax.
+    and the *merged* log-sum-exp, it yields exactly the causal part's gradients of the merged softmax. Query heads that
+    share a key head are an axis G of their own in the elementwise part.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *flat: Tensor) -> Tensor:
-        scale, wide = q.shape[-1] ** -0.5, torch.promote_types(q.dtype, torch.float32)
-        rng: tuple[Tensor, ...] = ()
-        if q.device.type == "cpu":
-            out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-        else:
-            out, lse, _, _, _, _, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(
-                q, k, v, 0.0, True
-            )
-            rng = (seed, offset)
+    def forward(ctx: Any, documents: Documents, q: Tensor, k: Tensor, v: Tensor, *flat: Tensor) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out, lse, rng = _flash_forward(q, k, v, documents)
         if flat:
-            keys, values = torch.stack(flat[::2]), torch.stack(flat[1::2])  # [i, B, N, T, D]
-            scores = (q.to(wide) * keys).sum(-1) * scale
-            total = torch.logaddexp(lse.to(wide), scores.logsumexp(0))
+            split = (len(k), -1)
+            keys, values = torch.stack(flat[::2]).unsqueeze(2), torch.stack(flat[1::2]).unsqueeze(2)  # [i, K, 1, T, D]
+            scores = (q.unflatten(0, split).to(wide) * keys).sum(-1) * q.shape[-1] ** -0.5  # [i, K, G, T]
+            causal = lse.to(wide).unflatten(0, split)
+            total = torch.logaddexp(causal, scores.logsumexp(0))
             own = ((scores - total).exp().unsqueeze(-1) * values).sum(0)
-            out = (out * (lse - total).exp().unsqueeze(-1) + own).to(q.dtype)
-            lse = total.to(lse.dtype)
+            out = (out.unflatten(0, split) * (causal - total).exp().unsqueeze(-1) + own).to(q.dtype).flatten(0, 1)
+            lse = total.to(lse.dtype).flatten(0, 1)
         ctx.save_for_backward(q, k, v, out, lse, *rng, *flat)
-        ctx.rng_count = len(rng)
+        ctx.documents, ctx.rng_count = documents, len(rng)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *rest = ctx.saved_tensors
         rng, flat = rest[: ctx.rng_count], rest[ctx.rng_count :]
         grad = grad.contiguous()
-        T, scale, wide = q.shape[2], q.shape[-1] ** -0.5, torch.promote_types(q.dtype, torch.float32)
-        if q.device.type == "cpu":
-            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad, q, k, v, out, lse, 0.0, True
-            )
-        else:
-            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-                grad, q, k, v, out, lse, None, None, T, T, 0.0, True, *rng
-            )
+        scale, wide, split = q.shape[-1] ** -0.5, torch.promote_types(q.dtype, torch.float32), (len(k), -1)
+        dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, rng, ctx.documents)
         if not flat:
-            return dq, dk, dv
-        keys, values = torch.stack(flat[::2]), torch.stack(flat[1::2])
-        wide_q, wide_grad = q.to(wide), grad.to(wide)
-        weight = ((wide_q * keys).sum(-1) * scale - lse).exp()
-        dscore = weight * ((wide_grad * values).sum(-1) - (wide_grad * out).sum(-1)) * scale
-        dq = (dq + (dscore.unsqueeze(-1) * keys).sum(0)).to(q.dtype)
-        dkeys, dvalues = (dscore.unsqueeze(-1) * wide_q).to(q.dtype), (weight.unsqueeze(-1) * wide_grad).to(q.dtype)
-        return dq, dk, dv, *(t for pair in zip(dkeys, dvalues, strict=True) for t in pair)
+            return None, dq, dk, dv
+        keys, values = torch.stack(flat[::2]).unsqueeze(2), torch.stack(flat[1::2]).unsqueeze(2)
+        wide_q, wide_grad = q.to(wide).unflatten(0, split), grad.to(wide).unflatten(0, split)  # [K, G, T, D]
+        weight = ((wide_q * keys).sum(-1) * scale - lse.unflatten(0, split)).exp()  # [i, K, G, T]
+        dscore = weight * ((wide_grad * values).sum(-1) - (wide_grad * out.unflatten(0, split)).sum(-1)) * scale
+        dq = (dq + (dscore.unsqueeze(-1) * keys).sum(0).flatten(0, 1)).to(q.dtype)
+        dkeys = (dscore.unsqueeze(-1) * wide_q).sum(2).to(q.dtype)
+        dvalues = (weight.unsqueeze(-1) * wide_grad).sum(2).to(q.dtype)
+        return None, dq, dk, dv, *(t for pair in zip(dkeys, dvalues, strict=True) for t in pair)
+
+
+def _flash_forward(
+    q_NTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, documents: Documents
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Causal attention inside each document: (out [N, T, D], log-sum-exp [N, T], what the backward wants besides)."""
+    if q_NTD.device.type == "cpu":
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        parts = [op(q_NTD[None, :, s], k_KTD[None, :, s], v_KTD[None, :, s], 0.0, True) for s in documents.spans]
+        return torch.cat([out[0] for out, _ in parts], 1), torch.cat([lse[0] for _, lse in parts], 1), []
+    q, k, v = (t.transpose(0, 1) for t in (q_NTD, k_KTD, v_KTD))
+    ends, most = documents.offsets, documents.longest
+    out, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(
+        q, k, v, ends, ends, most, most, 0.0, True, False
+    )
+    return out.transpose(0, 1), lse, [seed, offset]
+
+
+def _flash_backward(
+    grad_NTD: Tensor,
+    q_NTD: Tensor,
+    k_KTD: Tensor,
+    v_KTD: Tensor,
+    out_NTD: Tensor,
+    lse_NT: Tensor,
+    rng: list[Tensor],
+    documents: Documents,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, in their shapes."""
+    inputs = (grad_NTD, q_NTD, k_KTD, v_KTD, out_NTD)
+    if q_NTD.device.type == "cpu":
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        parts = [op(*(t[None, :, s] for t in inputs), lse_NT[None, :, s], 0.0, True) for s in documents.spans]
+        dq, dk, dv = (torch.cat([part[0] for part in of_one], 1) for of_one in zip(*parts, strict=True))
+        return dq, dk, dv
+    grad, q, k, v, out = (t.transpose(0, 1) for t in inputs)
+    ends, most = documents.offsets, documents.longest
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse_NT, ends, ends, most, most, 0.0, True, *rng
+    )
+    return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)

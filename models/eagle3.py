@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import attend, causal_plus_diagonals, rotate
+from models.attention import Documents, Heads, attend, causal_plus_diagonals, fusable, rotate
 from models.cache import KVCache
 from models.linear import Linear
 from models.target import Target
@@ -133,6 +133,7 @@ class Eagle3(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._packed: tuple[Tensor, Tensor] | None = None
 
     @torch.no_grad()
     def init_from_target(self, target: Target) -> None:
@@ -163,13 +164,21 @@ class Eagle3(nn.Module):
         out: Tensor = self.lm_head(self.norm(state))
         return out
 
+    def fused_logits(self, state: Tensor) -> Tensor:
+        """`logits` by the kernels of a GPU."""
+        from models import fused
+
+        normed = fused.add_norm(state.contiguous(), None, self.norm.weight, self.config.rms_norm_eps)[1]
+        return F.linear(normed, self.lm_head.weight)
+
     def fuse(self, taps: Tensor) -> Tensor:
         """[..., C] -> [..., H]."""
         out: Tensor = self.fc(taps)
         return out
 
-    def _rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if positions.device not in self._tables:
+    def _rope(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every position [P, D]."""
+        if device not in self._tables:
             from transformers import LlamaConfig
             from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -178,36 +187,41 @@ class Eagle3(nn.Module):
             rotary = LlamaRotaryEmbedding(LlamaConfig(**{n: fields[n] for n in names}))
             everywhere = torch.arange(self.config.max_position_embeddings + 64).unsqueeze(0)
             cos, sin = rotary(torch.zeros(1), everywhere)
-            self._tables[positions.device] = (cos[0].to(positions.device), sin[0].to(positions.device))
-        cos, sin = self._tables[positions.device]
+            self._tables[device] = (cos[0].to(device), sin[0].to(device))
+        return self._tables[device]
+
+    def _rope_at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cos, sin = self._rope(positions.device)
         return cos[positions].to(dtype), sin[positions].to(dtype)
 
-    def unroll(self, taps_BTC: Tensor, next_embed: Callable[[int], Tensor], steps: int) -> Iterator[Tensor]:
-        """Training-time test (EAGLE-3, section 3.2): the states [B, T, H] of each unroll step, before norm and head.
+    def unroll(
+        self, taps_TC: Tensor, next_embed: Callable[[int], Tensor], steps: int, documents: Documents
+    ) -> Iterator[Tensor]:
+        """Training-time test (EAGLE-3, section 3.2) over a packed row: the states [T, H] of each unroll step, before
+        norm and head.
 
-        `next_embed(i)` gives the embeddings of x[p+1+i] for every slot p. Step i sees the step-0 keys 0..p and the keys
-        that slot p itself made at steps 1..i, at rotary phase p + i: what a chain of drafts sees when served.
+        `next_embed(i)` gives the embeddings [T, H] of x[p+1+i] for every slot p; what it gives past the end of a
+        document reaches no slot whose own tokens x[p+1 .. p+1+i] lie inside. Step i sees the step-0 keys 0..p of the
+        document and the keys that slot p itself made at steps 1..i, at rotary phase p + i: what a chain of drafts sees
+        when served.
         """
-        state = self.fuse(taps_BTC)
-        B, T, _ = state.shape
-        positions = torch.arange(T, device=state.device)
-        groups = self.config.num_attention_heads // self.config.num_key_value_heads
+        state_1TH = self.fuse(taps_TC).unsqueeze(0)
         first: list[Tensor] = []
         diagonals: list[tuple[Tensor, Tensor]] = []
 
-        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        def attention(q_1NTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor) -> Tensor:
+            k, v = k_1KTD[0], v_1KTD[0]
             if first:
                 diagonals.append((k, v))
             else:
                 first.extend((k, v))
-            out = causal_plus_diagonals(q, first[0], first[1], diagonals)
-            return out.transpose(1, 2).reshape(B, T, -1)
+            out_NTD = causal_plus_diagonals(q_1NTD[0], first[0], first[1], diagonals, documents)
+            return out_NTD.transpose(0, 1).flatten(1).unsqueeze(0)
 
         for i in range(steps):
-            rope = self._rope((positions + i).expand(B, T), state.dtype)
-            state = self.midlayer(state, next_embed(i).to(state.dtype), rope, attention)
-            yield state
+            rope = self._rope_at((documents.positions_T + i).unsqueeze(0), state_1TH.dtype)
+            state_1TH = self.midlayer(state_1TH, next_embed(i).unsqueeze(0).to(state_1TH.dtype), rope, attention)
+            yield state_1TH[0]
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         c, weight = self.config, self.fc.weight
@@ -229,6 +243,8 @@ class Eagle3(nn.Module):
         last.
         """
         B, T, _ = state_BTH.shape
+        if cache.bucket and fusable(state_BTH.device, self.config.head_dim):
+            return self._fused_step(state_BTH, embed_BTH, cache, depth, ancestors_BTU)
         if ancestors_BTU is None:
             ancestors_BTU = torch.ones(T, T, dtype=torch.bool, device=state_BTH.device).tril().expand(B, T, T)
             positions = cache.lengths.unsqueeze(1) + torch.arange(T, device=state_BTH.device)
@@ -241,6 +257,35 @@ class Eagle3(nn.Module):
             k, v = cache.write(0, k, v, offset)
             return attend(q, k, v, mask, q.shape[-1] ** -0.5)
 
-        rope = self._rope(positions.clamp(max=self.config.max_position_embeddings + 63), state_BTH.dtype)
+        rope = self._rope_at(positions.clamp(max=self.config.max_position_embeddings + 63), state_BTH.dtype)
         out: Tensor = self.midlayer(state_BTH, embed_BTH.to(state_BTH.dtype), rope, attention)
+        return out
+
+    def pack(self) -> tuple[Tensor, Tensor]:
+        """Lay the weights side by side that read the same input, for the kernels of a GPU. Call it when they change,
+        and hold the result as long as a captured step lives: the next call replaces what `step` reads."""
+        attention, mlp = self.midlayer.self_attn, self.midlayer.mlp
+        qkv = torch.cat([m.weight.detach() for m in (attention.q_proj, attention.k_proj, attention.v_proj)])
+        self._packed = qkv, torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])
+        return self._packed
+
+    def _fused_step(
+        self, state_BTH: Tensor, embed_BTH: Tensor, cache: KVCache, depth: int | None, ancestors_BTU: Tensor | None
+    ) -> Tensor:
+        """`step` by the kernels of a GPU: the same layer, with fewer launches."""
+        from models import fused
+
+        assert self._packed is not None, "pack() comes first"
+        c, layer, (qkv, gate_up) = self.config, self.midlayer, self._packed
+        state_BTH = state_BTH.contiguous()
+        _, embed = fused.add_norm(embed_BTH.to(state_BTH.dtype), None, layer.input_layernorm.weight, c.rms_norm_eps)
+        _, state = fused.add_norm(state_BTH, None, layer.hidden_norm.weight, c.rms_norm_eps)
+        heads = Heads(c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.head_dim**-0.5)
+        seen = None if ancestors_BTU is None else ancestors_BTU.to(torch.uint8).contiguous()
+        place = None if ancestors_BTU is None else depth or 0
+        mixed = F.linear(torch.cat((embed, state), -1), qkv)
+        mixed = fused.attention(mixed, self._rope(qkv.device), place, cache, 0, heads, seen)
+        gain = layer.post_attention_layernorm.weight
+        h, normed = fused.add_norm(state_BTH, layer.self_attn.o_proj(mixed), gain, c.rms_norm_eps)
+        out: Tensor = h + layer.mlp.down_proj(fused.gated(F.linear(normed, gate_up)))
         return out

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from models.capture import Steps
 from models.sampling import draw, law, uniforms
-from models.target import Target
+from models.target import Target, padded
 
 BUCKET = 128  # attention reads slots up to a multiple of this
 
@@ -31,10 +31,7 @@ class _Slots:
     def admit(self, rows: list[int], indices: list[int], prompts: list[list[int]], temperatures: list[float]) -> None:
         """Prefill prompts and put them into free rows, their first new token chosen."""
         target, lengths = self.target, [len(p) for p in prompts]
-        ids = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
-        for i, prompt in enumerate(prompts):
-            ids[i, : len(prompt)] = torch.tensor(prompt)
-        ids = ids.to(target.device)
+        ids = padded(prompts).to(target.device)
         cache = target.new_cache(len(prompts), max(lengths))
         states = target.prefill(ids, lengths, cache)
         index = torch.tensor(rows, device=target.device)
@@ -68,7 +65,9 @@ class _Slots:
     def steps(self, count: int) -> None:
         cache = self.cache
         if self._captured.captures:
-            cache.bucket = min(cache.capacity, (cache.high + count + BUCKET) // BUCKET * BUCKET)
+            # the fused kernels read what is there, whatever the bucket
+            reach = cache.capacity if self.target.fusable else (cache.high + count + BUCKET) // BUCKET * BUCKET
+            cache.bucket = min(cache.capacity, reach)
             for _ in range(count):
                 self._captured.run(cache.bucket, self._step)
             cache.note([count] * cache.rows)

@@ -4,13 +4,12 @@ One Llama-style layer, names without a prefix, no embedding (engines share the t
 offsets and mask of the vocabulary only when it is reduced, layer ids only when they are not the default ones.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -90,11 +89,19 @@ def read_provenance(folder: Path) -> dict[str, Any]:
     return read_json(path, "drafter") if path.is_file() else {}
 
 
-def check_drafter(folder: Path, fingerprint: str) -> None:
-    """Refuse, before any weights load, a folder that is no drafter or one for another target."""
+def check_drafter(folder: Path, fingerprint: str) -> dict[str, Any]:
+    """Refuse, before any weights load, a folder that is no drafter or one for another target; returns its config."""
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise UserError(f"drafter={folder}: no {name} there, so it is not an exported drafter")
+    config = read_json(folder / "config.json", f"drafter={folder}")
+    try:
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            file.keys()
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"drafter={folder}: model.safetensors cannot be read: {error}. Export or copy it again."
+        ) from error
     stated = read_provenance(folder).get("fingerprint")
     if stated is None:
         print(f"warning: {folder} carries no target fingerprint; it may belong to another target", file=sys.stderr)
@@ -103,17 +110,13 @@ def check_drafter(folder: Path, fingerprint: str) -> None:
             f"drafter={folder} was trained for another target (fingerprint {stated}, this one's is {fingerprint}). "
             "Use the recipe it was trained with, or train one for this target."
         )
+    return config
 
 
 def load_drafter(folder: Path, target: Target) -> Eagle3:
     """Read a drafter for this target, on its device, in fp32. Raises UserError naming what does not fit."""
-    check_drafter(folder, target.fingerprint)
-    try:
-        raw = json.loads((folder / "config.json").read_text())
-        tensors = load_file(folder / "model.safetensors")
-    except (json.JSONDecodeError, SafetensorError, OSError) as error:
-        raise UserError(f"drafter={folder} cannot be read: {error}") from error
-    config = _read_config(raw, folder, target)
+    config = _read_config(check_drafter(folder, target.fingerprint), folder, target)
+    tensors = load_file(folder / "model.safetensors")
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
     if (d2t is None) != (config.draft_vocab_size == config.vocab_size):
         raise UserError(f"drafter={folder}: d2t must be there exactly when draft_vocab_size is below vocab_size")
@@ -123,9 +126,7 @@ def load_drafter(folder: Path, target: Target) -> Eagle3:
     return drafter.to(target.device).eval()
 
 
-def _read_config(raw: Any, folder: Path, target: Target) -> Eagle3Config:
-    if not isinstance(raw, dict):
-        raise UserError(f"drafter={folder}: config.json is not a JSON object")
+def _read_config(raw: dict[str, Any], folder: Path, target: Target) -> Eagle3Config:
     on = [flag for flag in OFF if raw.get(flag)]
     if on:
         raise UserError(f"drafter={folder}: {', '.join(on)} set, which this version cannot decode")

@@ -35,6 +35,19 @@ def law(logits: Tensor, temperature: float | Tensor, top_k: int = 0, top_p: floa
     return probabilities
 
 
+def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (fp32 or wider) and indices of the k likeliest, best first: [..., V] -> [..., min(k, V)]."""
+    k = min(k, logits.shape[-1])
+    if logits.is_cuda:
+        from models import fused
+
+        best, index, total = fused.top(logits.contiguous(), k)
+        return best - total.unsqueeze(-1), index
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    found = wide.topk(k, -1)
+    return found.values - wide.logsumexp(-1, keepdim=True), found.indices
+
+
 def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """Inverse-CDF draw in token-id order: [..., V], [...] -> [...]."""
     cumulative = probabilities.to(torch.promote_types(probabilities.dtype, torch.float32)).cumsum(-1)

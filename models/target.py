@@ -4,6 +4,7 @@ Layer numbering: `h[0]` is the embedding output, `h[L]` the residual stream afte
 layers, before the final norm. B batch, T positions, S key slots, H hidden, V vocabulary, C = len(taps) * H.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import attend, rotate
+from models.attention import Documents, Heads, attend, attend_documents, fusable, rotate
 from models.cache import KVCache
-from models.linear import linear
+from models.linear import linear, pack
 from models.source import Source, load_model, load_tokenizer, resolve
 from recipes.schema import TargetConfig, UserError
 
 PREFILL_CHUNK = 2048
+
+AttendFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, queries, keys, values) -> [B, T, N*D]
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,12 @@ class Target:
         self.final_norm = self._gain(body.norm)
         self.layers = [self._fuse(layer, i) for i, layer in enumerate(body.layers)]
         self._rotary, self._tables = body.rotary_emb, {}  # type: Any, dict[str, tuple[Tensor, Tensor]]
+        everywhere = all(la.kind == "full_attention" and la.softcap is None for la in self.layers)
+        one_norm = "pre_feedforward_layernorm" not in self.layers[0].norms
+        silu = getattr(config, "hidden_act", "") == "silu"
+        self.fusable = everywhere and one_norm and silu and fusable(self.device, self.head_dim)
+        products = [w for la in self.layers for w in (la.qkv, la.out.weight, la.gate_up, la.down.weight)]
+        pack([*products, self.head_weight])
 
     def _gain(self, norm: nn.Module) -> Tensor:
         weight: Tensor = norm.get_parameter("weight").data
@@ -93,15 +102,15 @@ class Target:
     def _norm(self, x: Tensor, gain: Tensor) -> Tensor:
         return F.rms_norm(x, (gain.shape[0],), gain, self.eps)
 
-    def _rope(self, kind: str, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def _rope(self, kind: str) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of every position [P, D]."""
         key = kind if hasattr(self._rotary, "layer_types") else ""
         if key not in self._tables:
             everywhere = torch.arange(self.max_positions, device=self.device).unsqueeze(0)
             extra = (key,) if key else ()
             cos, sin = self._rotary(self.embed_weight, everywhere, *extra)
             self._tables[key] = (cos[0], sin[0])
-        cos, sin = self._tables[key]
-        return cos[positions_BT], sin[positions_BT]
+        return self._tables[key]
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache(self.n_layers, rows, self.n_kv, capacity, self.head_dim, self.device, self.dtype)
@@ -120,18 +129,54 @@ class Target:
         `ancestors[b, t, u]` = t sees u (itself included). Right padding is harmless in a chain: nothing real sees it.
         """
         B, T = ids_BT.shape
+        if cache is not None and cache.bucket and self.fusable:
+            return self._fused(self.embed_tokens(ids_BT), depths_BT, cache, ancestors_BTT)
         depths = torch.arange(T, device=self.device).expand(B, T) if depths_BT is None else depths_BT
         start = cache.lengths.unsqueeze(1) if cache is not None else 0
         positions = (depths + start).clamp(max=self.max_positions - 1)
         masks = {kind: self._mask(kind, cache, positions, ancestors_BTT) for kind in {la.kind for la in self.layers}}
-        ropes = {kind: self._rope(kind, positions) for kind in masks}
+
+        def attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            layer = self.layers[index]
+            if cache is not None:
+                cached = cache.write(index, k, v)
+                k, v = (k, v) if cache.high == 0 else cached
+            return attend(q, k, v, masks[layer.kind], layer.scale, layer.softcap)
+
+        return self._run(ids_BT, positions, attention)
+
+    def _run(self, ids_BT: Tensor, positions_BT: Tensor, attention: AttendFn) -> States:
+        tables = {kind: self._rope(kind) for kind in {la.kind for la in self.layers}}
+        ropes = {kind: (cos[positions_BT], sin[positions_BT]) for kind, (cos, sin) in tables.items()}
         x = self.embed_tokens(ids_BT)
         states = [x] if 0 in self.taps else []
         for index, layer in enumerate(self.layers):
-            x = self._layer(layer, index, x, ropes[layer.kind], masks[layer.kind], cache)
+            x = self._layer(layer, index, x, ropes[layer.kind], attention)
             if index + 1 in self.taps:
                 states.append(x)
         return States(torch.cat(states, -1), self._norm(x, self.final_norm))
+
+    def _fused(self, x: Tensor, depths_BT: Tensor | None, cache: KVCache, ancestors_BTT: Tensor | None) -> States:
+        """`forward` by the kernels of a GPU, for decoding: the same layers, with fewer launches."""
+        from models import fused
+
+        seen = None if ancestors_BTT is None else ancestors_BTT.to(torch.uint8).contiguous()
+        rope, states = self._rope(self.layers[0].kind), []
+        delta: Tensor | None = None
+        for index, layer in enumerate(self.layers):
+            x, normed = fused.add_norm(x, delta, layer.norms["input_layernorm"], self.eps)
+            if index in self.taps:
+                states.append(x)
+            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+            mixed = fused.attention(qkv, rope, depths_BT, cache, index, self._heads(layer), seen)
+            mixed = F.linear(mixed, layer.out.weight, layer.out.bias)
+            x, normed = fused.add_norm(x, mixed, layer.norms["post_attention_layernorm"], self.eps)
+            delta = F.linear(fused.gated(F.linear(normed, layer.gate_up)), layer.down.weight, layer.down.bias)
+        return States(torch.cat(states, -1), fused.add_norm(x, delta, self.final_norm, self.eps)[1])
+
+    def _heads(self, layer: Layer) -> Heads:
+        q_gain, k_gain = layer.norms.get("q_norm"), layer.norms.get("k_norm")
+        return Heads(self.n_heads, self.n_kv, self.head_dim, layer.scale, self.eps, q_gain, k_gain)
 
     def _mask(
         self, kind: str, cache: KVCache | None, positions_BT: Tensor, ancestors_BTT: Tensor | None
@@ -154,13 +199,7 @@ class Target:
         return mask
 
     def _layer(
-        self,
-        layer: Layer,
-        index: int,
-        x_BTH: Tensor,
-        rope: tuple[Tensor, Tensor],
-        mask_BTS: Tensor | None,
-        cache: KVCache | None,
+        self, layer: Layer, index: int, x_BTH: Tensor, rope: tuple[Tensor, Tensor], attention: AttendFn
     ) -> Tensor:
         B, T, _ = x_BTH.shape
         norms = layer.norms
@@ -170,10 +209,7 @@ class Target:
         if "q_norm" in norms:
             q, k = self._norm(q, norms["q_norm"]), self._norm(k, norms["k_norm"])
         q, k = rotate(q, *rope), rotate(k, *rope)
-        if cache is not None:
-            cached = cache.write(index, k, v)
-            k, v = (k, v) if cache.high == 0 else cached
-        x = linear(attend(q, k, v, mask_BTS, layer.scale, layer.softcap), layer.out.weight, layer.out.bias)
+        x = linear(attention(index, q, k, v), layer.out.weight, layer.out.bias)
         if "pre_feedforward_layernorm" in norms:  # Gemma 2 and 3 norm both ends of each sublayer
             x = x_BTH + self._norm(x, norms["post_attention_layernorm"])
             return x + self._norm(
@@ -200,6 +236,18 @@ class Target:
         """States of whole rows for training; right padding is harmless."""
         return self.forward(ids_BT)
 
+    @torch.no_grad()
+    def packed_features(self, ids_T: Tensor, documents: Documents) -> States:
+        """The same of a packed row, as a batch of one: each document as it would be alone."""
+
+        def attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            layer = self.layers[index]
+            window = self.window if layer.kind == "sliding_attention" else None
+            return attend_documents(q, k, v, documents, window, layer.scale, layer.softcap)
+
+        positions_T = documents.positions_T.clamp(max=self.max_positions - 1)
+        return self._run(ids_T.unsqueeze(0), positions_T.unsqueeze(0), attention)
+
     def logits(self, final: Tensor, kept_ids: Tensor | None = None) -> Tensor:
         """[..., H] -> [..., V], or the columns of `kept_ids` alone."""
         logits = linear(final, self.head_weight if kept_ids is None else self.head_weight[kept_ids])
@@ -208,6 +256,14 @@ class Target:
     def embed(self, ids: Tensor) -> Tensor:
         """Raw embedding rows, no family scaling: what engines hand a drafter."""
         return F.embedding(ids, self.embed_weight)
+
+
+def padded(rows: list[list[int]], width: int = 0) -> Tensor:
+    """Token ids right-padded by 0 to the longest row, or to a `width` that is wider: int64 [B, T], on the host."""
+    out = torch.zeros(len(rows), max(width, *map(len, rows)), dtype=torch.int64)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
+    return out
 
 
 def check_taps(taps: list[int] | None, n_layers: int) -> tuple[int, ...]:

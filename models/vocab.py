@@ -2,9 +2,14 @@
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from recipes.schema import UserError
 
 
 @dataclass(frozen=True)
@@ -53,3 +58,31 @@ class VocabMap:
 
     def hash(self) -> str:
         return hashlib.sha256(self.kept_ids.cpu().numpy().tobytes() + str(len(self.t2d)).encode()).hexdigest()
+
+
+def write_vocab(vocab: VocabMap, path: Path) -> None:
+    save_file({"d2t": vocab.d2t.cpu(), "t2d": vocab.t2d.cpu()}, path)
+
+
+def read_vocab(path: Path) -> VocabMap:
+    """Raises UserError for a file that holds no whole map: d2t and t2d must say the same."""
+    try:
+        tensors = load_file(path)
+        d2t, t2d = tensors["d2t"], tensors["t2d"]
+        vocab = VocabMap.from_ids(d2t + torch.arange(len(d2t)), len(t2d))
+    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path}: no vocabulary map can be read: {error}. Delete its folder and run again.") from error
+    if not torch.equal(vocab.d2t, d2t) or not torch.equal(vocab.t2d, t2d):
+        raise UserError(f"{path}: damaged vocabulary map: d2t and t2d differ. Delete its folder and run again.")
+    return vocab
+
+
+def refuse_other_vocab(vocab: VocabMap, path: Path) -> None:
+    """UserError when the map at `path` is another one than `vocab`."""
+    stored = read_vocab(path)
+    if stored.hash() != vocab.hash():
+        raise UserError(
+            f"{path} holds another vocabulary map ({stored.size} of {len(stored.t2d)} tokens, hash "
+            f"{stored.hash()[:12]}) than the prepared data ({vocab.size} of {len(vocab.t2d)}, {vocab.hash()[:12]}): a "
+            "drafter speaks the one it was trained with. Go on with those data, or start another run with run_dir=DIR."
+        )

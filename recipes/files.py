@@ -22,10 +22,14 @@ def run_folder(recipe: Recipe) -> Path:
     return Path(recipe.run_dir).expanduser() if recipe.run_dir else Path("runs") / Path(recipe.recipe).stem
 
 
-def write_text(path: Path, text: str) -> None:
+def write_bytes(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_bytes(content)
     temporary.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -54,6 +58,20 @@ def make_folder(path: Path) -> Path:
     if not os.access(path, os.W_OK):
         raise UserError(f"no permission to write to the folder {path}. Choose another.")
     return path
+
+
+@contextlib.contextmanager
+def output_folder(path: Path) -> Iterator[Path]:
+    """A folder to write results to, found writable before any work; when the work fails, one made here goes again."""
+    made = not path.exists()
+    make_folder(path)
+    try:
+        yield path
+    except BaseException:
+        if made:
+            with contextlib.suppress(OSError):  # not empty
+                path.rmdir()
+        raise
 
 
 @contextlib.contextmanager

@@ -16,7 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 HERE = Path(__file__).parent
-DECODERS = ("ar", "chain", "eagle", "graft")
+DECODERS = ("ar", "chain", "eagle", "talon", "prune", "recycle", "lookup", "suffix", "graft")
+DRAFTED = ("chain", "eagle", "talon", "prune", "graft")  # those that ask a drafter
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # What `validate` asks of single keys; rules that join several are in it.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -36,9 +37,10 @@ AT_LEAST_ONE = {
     "train": ("epochs", "batch_tokens", "micro_batch_tokens", "save_every", "keep", "log_every"),
     "eval": ("max_new_tokens", "batch_size", "chain_length", "depth", "branch", "nodes", "max_prompt"),
 }
+AT_MOST = {"depth": 16, "chain_length": 16, "branch": 64, "nodes": 1024, "temperature": 10}  # of eval
 AT_LEAST_ZERO = {
     "eagle": ("draft_vocab",),
-    "train": ("max_steps", "weight_decay"),
+    "train": ("max_steps", "weight_decay", "keep_features_mb"),
     "eval": ("limit", "temperature", "top_k"),
 }
 
@@ -94,7 +96,8 @@ class TrainConfig:
     epochs: int = 1
     max_steps: int = 0  # optimiser steps; 0 = as the epochs say
     batch_tokens: int = 16384  # an optimiser step, over all ranks and micro-batches
-    micro_batch_tokens: int = 8192  # a forward on one rank
+    micro_batch_tokens: int = 8192  # at most, in a forward on one rank; rows are packed to it whole, without padding
+    keep_features_mb: int = 1024  # of the target's features, kept over the epochs in memory; on a CPU only; 0 = none
     learning_rate: float = 1e-4
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
     weight_decay: float = 0.0
@@ -124,8 +127,8 @@ class EvalConfig:
     depth: int = 8  # of the tree
     branch: int = 10  # children a node, and frontier nodes a level (EAGLE's top-k)
     nodes: int = 60  # candidates, root not counted
-    gates: list[float] = field(default_factory=lambda: [0.15, 0.14, 0.50])  # after draft depths 1, 2 and 6
-    matrix: str = "warm-5"  # cold | carried | warm-N
+    gates: list[float] = field(default_factory=list)  # after draft depths 1, 2, 6; empty = calibrated, else published
+    matrix: str = "warm-5"  # cold | carried | warm-N | FILE.safetensors, which eval.calibrate writes
     tune: bool = False  # choose decoder, depth, nodes by a measured cost curve on validation prompts first
     lossless: int = 0  # prompts whose greedy output is checked in fp32 against ar and transformers; 0 = all, -1 = none
     each_epoch: bool = True  # evaluate after each epoch of training
@@ -164,7 +167,7 @@ def known_keys(cls: type = Recipe, prefix: str = "") -> list[str]:
 
 def load(argv: list[str]) -> Recipe:
     """Resolve `recipe=NAME key=value ...` into a Recipe. Raises UserError, naming the key and the nearest known one."""
-    bad = [a for a in argv if "=" not in a]
+    bad = [a for a in argv if "=" not in a.lstrip("=")]
     if bad:
         raise UserError(f"argument {bad[0]!r} is not of the form key=value. Example: recipe=smollm2 train.epochs=2")
     given = [a.split("=", 1)[1] for a in argv if a.startswith("recipe=")]
@@ -196,7 +199,7 @@ def load(argv: list[str]) -> Recipe:
     try:
         recipe = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere, for one
-        raise UserError(f"{path}: {_first_line(error)}") from error
+        raise UserError(f"{_origin(str(error.full_key or ''), argv, path)}: {_first_line(error)}") from error
     assert isinstance(recipe, Recipe)
     validate(recipe)
     return recipe
@@ -217,6 +220,7 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
     for least, groups in ((1, AT_LEAST_ONE), (0, AT_LEAST_ZERO)):
         keys = [f"{group}.{leaf}" for group, leaves in groups.items() for leaf in leaves]
         rules += [(key, f"{least} or more", _value(r, key) >= least) for key in keys]
+    rules += [(f"eval.{key}", f"at most {most}", getattr(r.eval, key) <= most) for key, most in AT_MOST.items()]
     rules += [
         ("train.learning_rate", "above 0", r.train.learning_rate > 0),
         ("train.clip", "above 0", r.train.clip > 0),
@@ -230,13 +234,21 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
         ("eagle.step_decay", "above 0 and at most 1", 0 < r.eagle.step_decay <= 1),
         ("eval.top_p", "above 0 and at most 1", 0 < r.eval.top_p <= 1),
         ("eval.lossless", "-1 (none), 0 (all) or a number of prompts", r.eval.lossless >= -1),
-        ("eval.gates", "three numbers from 0 to 1", len(r.eval.gates) == 3 and all(0 <= g <= 1 for g in r.eval.gates)),
+        (
+            "eval.gates",
+            "three numbers from 0 to 1, or none",
+            len(r.eval.gates) in (0, 3) and all(0 <= g <= 1 for g in r.eval.gates),
+        ),
         (
             "eval.decoders",
             f"some of {', '.join(DECODERS)}",
             bool(r.eval.decoders) and set(r.eval.decoders) <= {*DECODERS},
         ),
-        ("eval.matrix", "cold, carried or warm-N", re.fullmatch(r"cold|carried|warm-\d+", r.eval.matrix) is not None),
+        (
+            "eval.matrix",
+            "cold, carried or warm-N, or a FILE.safetensors",
+            re.fullmatch(r"cold|carried|warm-\d+|.+\.safetensors", r.eval.matrix) is not None,
+        ),
         ("data.temperatures", "numbers from 0 up", bool(r.data.temperatures) and min(r.data.temperatures) >= 0),
         ("rows", "1 or more", r.rows >= 1),
     ]
@@ -311,6 +323,8 @@ def _first_line(error: Exception) -> str:
 
 def _explain(where: str, key: str, error: OmegaConfBaseException) -> str:
     reason = _first_line(error)
+    if "ListConfig" in reason:
+        return f"{where}: key {key!r} is a list: write it as {key}=[a,b]"
     if "not in" not in reason:
         return f"{where}: key {key!r}: {reason}"
     group, _, leaf = key.rpartition(".")

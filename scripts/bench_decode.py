@@ -17,7 +17,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from eval.decode import decode_keeping
-from eval.engine import PHASES, Settings
+from eval.engine import PHASES
+from eval.settings import Settings
 from models.eagle3 import Eagle3, Eagle3Config
 from models.source import Source
 from models.target import Target, choose_device, choose_dtype

@@ -1,12 +1,14 @@
 """Which rows make which optimiser step: a pure function of (seed, epoch), so that a cursor is all a resume needs.
 
-Rows are shuffled, grouped by similar length inside windows of the shuffled order, and cut into optimiser steps of about
-`batch_tokens`. A step is the same set of rows whatever the number of ranks; dealing it to ranks comes last.
-B rows of a micro-batch, T positions.
+Rows are shuffled, packed into micro-batches inside windows of the shuffled order, and the micro-batches joined to
+optimiser steps of about `batch_tokens`. A step is the same set of rows whatever the number of ranks; dealing it to
+ranks comes last. A micro-batch is one flat row of whole documents, T tokens, and nothing is padded.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -16,16 +18,19 @@ from torch import Tensor
 from data_prep.rows import Rows
 from recipes.schema import TrainConfig, UserError
 
-WINDOW_STEPS = 16  # optimiser steps whose rows are sorted together: wider pads less, narrower shuffles better
+WINDOW_STEPS = 16  # optimiser steps whose rows are packed together: wider fills better, narrower shuffles better
+IDLE = 2  # unsupervised tokens that a rank runs where the others have a micro-batch more
 
-Step = list[int]  # row indices
+Pack = list[int]  # indices of the rows of a micro-batch
+Step = list[Pack]
 
 
 class Batch(NamedTuple):
-    """A right-padded micro-batch; `answer` is 0 outside answers (data_prep.rows)."""
+    """A packed micro-batch: whole documents end to end."""
 
-    ids_BT: Tensor
-    answer_BT: Tensor
+    ids_T: Tensor
+    answer_T: Tensor  # 0 outside answers and at the first token of a document
+    lengths: list[int]  # of the documents
 
 
 @dataclass(frozen=True)
@@ -38,43 +43,48 @@ class Cursor:
 
 
 def plan_epoch(lengths: np.ndarray, cfg: TrainConfig, seed: int, epoch: int) -> list[Step]:
-    """The optimiser steps of one epoch; every row is in exactly one."""
+    """The optimiser steps of one epoch; every row is in exactly one. Micro-batches are planned for one rank."""
     rng = np.random.default_rng([seed, epoch])
+    parts = -(-cfg.batch_tokens // cfg.micro_batch_tokens)
+    limit = -(-cfg.batch_tokens // parts)  # at most micro_batch_tokens, and `parts` of them are a step
     order = rng.permutation(len(lengths))
-    reach = np.cumsum(lengths[order]) // max(1, WINDOW_STEPS * cfg.batch_tokens)
-    groups: list[Step] = []
+    reach = np.cumsum(lengths[order]) // (WINDOW_STEPS * cfg.batch_tokens)
+    packs: list[Pack] = []
+    emptiest: Pack = []  # of one window goes into the next
     for window in np.split(order, np.flatnonzero(np.diff(reach)) + 1):
-        by_length = window[np.argsort(lengths[window], kind="stable")]
-        cut = cut_padded(by_length.tolist(), lengths, min(cfg.micro_batch_tokens, cfg.batch_tokens))
-        groups += [cut[i] for i in rng.permutation(len(cut))]
-    return _merge(groups, lengths, cfg.batch_tokens)
+        found = pack([*emptiest, *window.tolist()], lengths, limit)
+        emptiest = found.pop(int(np.argmin([lengths[p].sum() for p in found])))
+        packs += [found[i] for i in rng.permutation(len(found))]
+    return _join([*packs, emptiest], lengths, cfg.batch_tokens)
 
 
-def cut_padded(rows: list[int], lengths: np.ndarray, limit: int) -> list[list[int]]:
-    """Cut a list of rows where its padded size (rows x longest) would pass `limit`; a longer row stands alone."""
-    parts: list[list[int]] = []
-    longest = 0
-    for row in rows:
-        longest = max(longest, int(lengths[row]))
-        if parts and (len(parts[-1]) + 1) * longest <= limit:
-            parts[-1].append(row)
-        else:
-            parts.append([row])
-            longest = int(lengths[row])
-    return parts
+def pack(rows: list[int], lengths: np.ndarray, limit: int) -> list[Pack]:
+    """Fill packs of at most `limit` tokens, longest row first, each into the fullest pack that still has room for it
+    (best-fit decreasing); a row longer than the limit stands alone."""
+    packs: list[Pack] = []
+    room: list[tuple[int, int]] = []  # (tokens left, pack), ascending
+    for row in sorted(rows, key=lambda r: (-int(lengths[r]), r)):
+        size = int(lengths[row])
+        at = bisect_left(room, (size, 0))
+        left, number = room.pop(at) if at < len(room) else (max(limit, size), len(packs))
+        if number == len(packs):
+            packs.append([])
+        packs[number].append(row)
+        insort(room, (left - size, number))
+    return packs
 
 
-def _merge(groups: list[Step], lengths: np.ndarray, batch_tokens: int) -> list[Step]:
-    """Join groups until a step is nearest to batch_tokens; a last step under half of that joins the one before."""
+def _join(packs: list[Pack], lengths: np.ndarray, batch_tokens: int) -> list[Step]:
+    """Join packs until a step is nearest to batch_tokens; a last step under half of that joins the one before."""
     steps: list[Step] = []
     size = 0
-    for group in groups:
-        more = int(lengths[group].sum())
+    for one in packs:
+        more = int(lengths[one].sum())
         if steps and abs(size + more - batch_tokens) <= abs(size - batch_tokens):
-            steps[-1] += group
+            steps[-1].append(one)
             size += more
         else:
-            steps.append(list(group))
+            steps.append([one])
             size = more
     if len(steps) > 1 and size * 2 < batch_tokens:
         stub = steps.pop()
@@ -82,31 +92,65 @@ def _merge(groups: list[Step], lengths: np.ndarray, batch_tokens: int) -> list[S
     return steps
 
 
-def deal(step: Step, lengths: np.ndarray, micro_tokens: int, ranks: int) -> list[list[list[int]]]:
-    """Per rank its micro-batches (lists of rows); as many for every rank, an empty list where a rank has none left.
+def deal(step: Step, lengths: np.ndarray, micro_tokens: int, ranks: int) -> list[list[Pack]]:
+    """Per rank its micro-batches; as many for every rank, an empty one where a rank has none left.
 
-    Longest rows first, each to the rank with the fewest tokens so far, ties to the lower rank.
+    The planned packs where the ranks divide them evenly; else their rows, longest first, each to the emptiest of as
+    many packs as are needed, so that all ranks have about as much to do.
     """
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    load = [0] * ranks
-    for row in sorted(step, key=lambda r: (-int(lengths[r]), r)):
-        rank = load.index(min(load))
-        shares[rank].append(row)
-        load[rank] += int(lengths[row])
-    cuts = [cut_padded(share[::-1], lengths, micro_tokens) for share in shares]
-    most = max(len(cut) for cut in cuts)
-    return [cut + [[] for _ in range(most - len(cut))] for cut in cuts]
+    packs = sorted(step, key=lambda p: -int(lengths[p].sum())) if len(step) % ranks == 0 else []
+    count = -(-len(step) // ranks) * ranks
+    while not packs:
+        packs = _spread([row for planned in step for row in planned], lengths, count)
+        if any(len(p) > 1 and int(lengths[p].sum()) > micro_tokens for p in packs):
+            packs, count = [], count + ranks
+    return [packs[rank::ranks] for rank in range(ranks)]
 
 
-def load_batch(rows: Rows, indices: list[int]) -> Batch:
-    """Pad rows to the longest, on the host. No indices give two unsupervised positions: every rank takes part."""
-    loaded = [rows.row(i) for i in indices] or [(torch.zeros(2).long(), torch.zeros(2).int())]
-    longest = max(len(ids) for ids, _ in loaded)
-    ids_BT = torch.zeros(len(loaded), longest, dtype=torch.int64)
-    answer_BT = torch.zeros(len(loaded), longest, dtype=torch.int32)
-    for b, (ids, answer) in enumerate(loaded):
-        ids_BT[b, : len(ids)], answer_BT[b, : len(ids)] = ids, answer
-    return Batch(ids_BT, answer_BT)
+def _spread(rows: list[int], lengths: np.ndarray, count: int) -> list[Pack]:
+    packs: list[Pack] = [[] for _ in range(count)]
+    load = [0] * count
+    for row in sorted(rows, key=lambda r: (-int(lengths[r]), r)):
+        emptiest = load.index(min(load))
+        packs[emptiest].append(row)
+        load[emptiest] += int(lengths[row])
+    return packs
+
+
+def load_batch(rows: Rows, indices: Pack) -> Batch:
+    """Join rows end to end, on the host. No indices give unsupervised tokens: every rank takes part.
+
+    No slot predicts or is fed the first token of a document in its own document, so its mark goes; that parts the
+    answers of neighbours, where a row ends and the next begins with one.
+    """
+    loaded = [rows.row(i) for i in indices] or [(torch.zeros(IDLE).long(), torch.zeros(IDLE).int())]
+    lengths = [len(ids) for ids, _ in loaded]
+    answer_T = torch.cat([answer for _, answer in loaded])
+    answer_T[list(accumulate(lengths[:-1], initial=0))] = 0
+    return Batch(torch.cat([ids for ids, _ in loaded]), answer_T, lengths)
+
+
+@dataclass
+class Usage:
+    """What micro-batches hold, over all ranks."""
+
+    tokens: int = 0  # of rows
+    idle: int = 0  # run through the models without being a token of a row
+    budget: int = 0  # what the micro-batches could have held
+
+    def add(self, shares: list[list[Pack]], lengths: np.ndarray, micro_tokens: int) -> None:
+        for one in (p for share in shares for p in share):
+            tokens = int(lengths[one].sum())
+            self.tokens += tokens
+            self.idle += 0 if one else IDLE
+            self.budget += max(micro_tokens, tokens)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """`padding`: share of the positions run that are no token of a row. `filled`: share of the micro-batch budget
+        that tokens of rows take."""
+        ran = max(1, self.tokens + self.idle)
+        return {"padding": round(self.idle / ran, 5), "filled": round(self.tokens / max(1, self.budget), 5)}
 
 
 class Schedule:
@@ -124,14 +168,21 @@ class Schedule:
             self._cached = (epoch, plan_epoch(self.lengths, self.cfg, self.seed, epoch))
         return self._cached[1]
 
+    def usage(self, ranks: int) -> Usage:
+        """Of the first epoch, its last step included."""
+        usage, micro = Usage(), self.cfg.micro_batch_tokens
+        for step in self.epoch(0):
+            usage.add(deal(step, self.lengths, micro, ranks), self.lengths, micro)
+        return usage
+
     def walk(self, cursor: Cursor) -> Iterator[tuple[Step, Cursor]]:
-        """Rows of each step still to run, with the cursor that follows it."""
+        """Each step still to run, with the cursor that follows it."""
         while cursor.step < self.total:
             steps = self.epoch(cursor.epoch)
-            rows = steps[cursor.index]
+            step = steps[cursor.index]
             last = cursor.index + 1 == len(steps)
             cursor = Cursor(cursor.step + 1, cursor.epoch + last, 0 if last else cursor.index + 1)
-            yield rows, cursor
+            yield step, cursor
 
     def epochs_done(self, cursor: Cursor) -> float:
         return cursor.epoch + (cursor.index / len(self.epoch(cursor.epoch)) if cursor.index else 0.0)

@@ -2,6 +2,7 @@
 
     checkpoints/step-N/model.safetensors       the drafter's fp32 parameters (and buffers), by name
                        optimizer.safetensors   exp_avg/NAME and exp_avg_sq/NAME in fp32
+                       vocab.safetensors       the drafter's vocabulary map, where it has one
                        state.json              cursor, AdamW's step count, scores so far, identity of the run
     checkpoints/latest, best                   each names one of them
 
@@ -17,16 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from models.vocab import VocabMap, refuse_other_vocab, write_vocab
 from recipes.files import make_folder, read_json, whole_folder, write_text
 from recipes.schema import Recipe, UserError
 from train.batches import Cursor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# what may change between a run and its continuation without changing what is learned
-FREE = {"data.cache", "data.slots", "train.save_every", "train.keep", "train.log_every", "train.tracker"}
+# what may change between a run and its continuation without changing what is learned (but in its last bits, as another
+# number of ranks does: keep_features_mb=0)
+FREE = {"data.cache", "data.slots"}
+FREE |= {f"train.{key}" for key in ("save_every", "keep", "log_every", "tracker", "keep_features_mb")}
 PARTS = ("target", "data", "train", "eagle")
 
 Moments = dict[str, dict[str, Tensor]]  # exp_avg | exp_avg_sq -> parameter name -> fp32 tensor on the CPU
@@ -47,10 +52,10 @@ class State:
 
 
 class Store:
-    """The checkpoints folder of one run."""
+    """The checkpoints folder of one run. With a `vocab` each checkpoint holds it, and one with another is refused."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.folder = run_dir / "checkpoints"
+    def __init__(self, run_dir: Path, vocab: VocabMap | None = None) -> None:
+        self.folder, self.vocab = run_dir / "checkpoints", vocab
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
@@ -88,6 +93,8 @@ class Store:
                 {f"{kind}/{n}": t for kind in MOMENTS for n, t in moments[kind].items()},
                 aside / "optimizer.safetensors",
             )
+            if self.vocab is not None:
+                write_vocab(self.vocab, aside / "vocab.safetensors")
             (aside / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", encoding="utf-8")
         self.point("latest", step)
         kept = {step, *self.steps()[-max(1, keep) :], self.named("best"), state.best()}
@@ -116,10 +123,10 @@ class Store:
         return State(Cursor(**raw["cursor"]), int(raw["optimizer_step"]), scores, raw["identity"])
 
     def model(self, step: int) -> dict[str, Tensor]:
-        return load_file(self.path(step) / "model.safetensors")
+        return _read(self.path(step) / "model.safetensors")
 
     def moments(self, step: int) -> Moments:
-        flat = load_file(self.path(step) / "optimizer.safetensors")
+        flat = _read(self.path(step) / "optimizer.safetensors")
         return {
             kind: {n.removeprefix(f"{kind}/"): t for n, t in flat.items() if n.startswith(f"{kind}/")}
             for kind in MOMENTS
@@ -132,6 +139,8 @@ class Store:
             return None
         state = self.state(step)
         refuse_change(state.identity, identity, self.folder.parent)
+        if self.vocab is not None:
+            refuse_other_vocab(self.vocab, self.path(step) / "vocab.safetensors")
         return state
 
 
@@ -212,3 +221,10 @@ def restore_optimizer(
     for name, p in trained.items():
         for kind in MOMENTS:
             safe_set_full_optimizer_state(p, moments[kind][name].to(p.device), kind)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"damaged checkpoint, delete its folder: {path} cannot be read: {error}") from error

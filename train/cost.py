@@ -20,6 +20,12 @@ def use_bf16(recipe: Recipe, device: torch.device) -> bool:
     return device.type == "cuda" if chosen == "auto" else chosen == "bf16"
 
 
+def kept_features(recipe: Recipe) -> int:
+    """Bytes of the target's features that a run may keep: on a CPU, where rows may come a second time."""
+    again = recipe.train.epochs > 1 or recipe.train.max_steps > 0
+    return recipe.train.keep_features_mb * 2**20 if again and choose_device(recipe.device).type == "cpu" else 0
+
+
 def target_config(path: str) -> dict[str, Any] | None:
     """The text config of a folder, a GGUF file or a hub id (its config.json alone is fetched); None if out of reach."""
     from transformers import AutoConfig
@@ -68,7 +74,7 @@ def training_cost(recipe: Recipe, prompts: int) -> str:
     logits = (recipe.eagle.unroll_steps + 2) * t.micro_batch_tokens * wide
     logits *= recipe.eagle.draft_vocab or int(config["vocab_size"])
     features = t.batch_tokens * (taps + 1) * int(config["hidden_size"]) * wide
-    memory = (16 * size + logits + features) / 1e9
+    memory = (16 * size + logits + features + kept_features(recipe)) / 1e9
     return "\n".join(
         [
             *lines,

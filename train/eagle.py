@@ -37,7 +37,7 @@ from recipes.cli import entry
 from recipes.files import make_folder, read_json, run_folder, write_json, write_text
 from recipes.schema import Recipe, UserError, save
 from train.checkpoint import State, Store, refuse_change, run_identity
-from train.cost import training_cost, use_bf16
+from train.cost import kept_features, training_cost, use_bf16
 from train.loop import Loop, make_accelerator
 from train.objective import UnrollLoss
 
@@ -76,14 +76,14 @@ def main(recipe: Recipe) -> None:
     prepared = prepared or shared(Path(told[0]))
     identity = identify(recipe, source, prepared)
     if accelerator.is_main_process:
-        Store(folder).resume(identity)  # refuses another run before anything of this one is written
+        Store(folder, prepared.vocab).resume(identity)  # refuses another run before anything of this one is written
         begin(recipe, folder, source, prepared)
     drafter = Eagle3(Eagle3Config.from_target(target, prepared.vocab), prepared.vocab)
     drafter.init_from_target(target)
     steps, decay = recipe.eagle.unroll_steps, recipe.eagle.step_decay
     bf16 = use_bf16(recipe, device)
     teacher = loader(recipe, target)(torch.bfloat16) if bf16 and device.type == "cpu" else target
-    objective = UnrollLoss(drafter, teacher, prepared.vocab, steps, decay, bf16=bf16)
+    objective = UnrollLoss(drafter, teacher, prepared.vocab, steps, decay, bf16, kept_features(recipe))
     loop = Loop(recipe, objective, prepared.train, accelerator, folder)
 
     def score(step: int) -> float:
@@ -93,7 +93,7 @@ def main(recipe: Recipe) -> None:
     state = loop.run(identity, score if wanted else None, asdict(recipe))
     if accelerator.is_main_process:
         export(recipe, folder, source, prepared, drafter, state)
-        report(recipe, folder, target, drafter, state, prompts)
+        report(recipe, folder, target, drafter, state, prompts, loop.packing())
     accelerator.end_training()
 
 
@@ -176,7 +176,15 @@ def export(recipe: Recipe, folder: Path, source: Source, prepared: Prepared, dra
     save_drafter(drafter, folder / "drafter", papers)
 
 
-def report(recipe: Recipe, folder: Path, target: Target, drafter: Eagle3, state: State, prompts: list[Prompt]) -> None:
+def report(
+    recipe: Recipe,
+    folder: Path,
+    target: Target,
+    drafter: Eagle3,
+    state: State,
+    prompts: list[Prompt],
+    packing: dict[str, float],
+) -> None:
     """Measure the exported drafter on prompts that neither training nor the choice has seen, and say where all is."""
     step = Store(folder).named("best")
     load = loader(recipe, target)
@@ -195,6 +203,7 @@ def report(recipe: Recipe, folder: Path, target: Target, drafter: Eagle3, state:
         "steps": state.cursor.step,
         "best_step": step,
         "scores": {str(k): v for k, v in state.scores.items()},
+        "packing": packing,
         "last": newest(folder / "metrics.jsonl"),
         "decoders": [_headline(r) for r in results],
     }
@@ -222,6 +231,9 @@ def show(folder: Path, summary: dict[str, Any]) -> None:
         table.add_row("loss at the end", f"{last['loss']:.4f}")
         table.add_row("accuracy by draft position", " ".join(f"{a:.2f}" for a in last["acc"]))
         table.add_row("simulated tau (training rows)", f"{last['simulated_tau']:.3f}")
+    if "packing" in summary:
+        used = summary["packing"]
+        table.add_row("micro-batches", f"{used['filled']:.1%} full, padding {used['padding']:.2%}")
     for step, tau in summary["scores"].items():
         mark = " (best)" if int(step) == summary["best_step"] else ""
         table.add_row(f"validation tau, step {step}", f"{tau:.3f}{mark}")

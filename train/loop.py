@@ -24,7 +24,7 @@ from torch import Tensor
 
 from data_prep.rows import Rows
 from recipes.schema import Recipe, TrainConfig, UserError
-from train.batches import Schedule, Step, deal, load_batch
+from train.batches import Schedule, Step, Usage, deal, load_batch
 from train.checkpoint import State, Store, gather, restore_optimizer
 from train.objective import Objective
 from train.tracking import Tracking
@@ -92,7 +92,7 @@ class Window:
 
     sums: list[Tensor] = field(default_factory=list)  # of each optimiser step, this rank's share
     losses: list[Tensor] = field(default_factory=list)
-    tokens: int = 0
+    usage: Usage = field(default_factory=Usage)  # of all ranks
     since: float = field(default_factory=time.perf_counter)
 
 
@@ -103,7 +103,7 @@ class Loop:
         self, recipe: Recipe, objective: Objective, rows: Rows, accelerator: Accelerator, run_dir: Path
     ) -> None:
         self.recipe, self.cfg, self.objective, self.rows = recipe, recipe.train, objective, rows
-        self.accelerator, self.run_dir, self.store = accelerator, run_dir, Store(run_dir)
+        self.accelerator, self.run_dir, self.store = accelerator, run_dir, Store(run_dir, objective.vocab)
         self.schedule = Schedule(rows.lengths, recipe.train, recipe.seed)
         self.state, self.window = State(), Window()
         self.bar: Progress | None = None
@@ -134,12 +134,15 @@ class Loop:
         tracking = Tracking(self.run_dir, begun, self.accelerator, self.cfg.tracker, config) if main else None
         if main and begun:
             print(f"resuming {self.run_dir} at step {begun} of {self.schedule.total}", flush=True)
+        if main:
+            used = self.packing()
+            print(f"packing: micro-batches {used['filled']:.1%} full, padding {used['padding']:.2%}", flush=True)
         with self._progress():
             if self._owes_score():
                 self._score(score, tracking)
             self.window = Window()
-            for rows, after in self.schedule.walk(self.state.cursor):
-                norm = self._step(rows)
+            for step, after in self.schedule.walk(self.state.cursor):
+                norm = self._step(step)
                 self.state.cursor = after
                 ended = self.schedule.ends_epoch(after)
                 saving = ended or after.step % self.cfg.save_every == 0
@@ -154,6 +157,10 @@ class Loop:
         self.release()
         return self.state
 
+    def packing(self) -> dict[str, float]:
+        """How an epoch's micro-batches are used: train.batches.Usage."""
+        return self.schedule.usage(self.accelerator.num_processes).figures
+
     def release(self) -> None:
         """Let go of the backend's wrapper: a DDP reducer that outlives its process group can hang or abort the exit."""
         self.accelerator.wait_for_everyone()
@@ -161,12 +168,11 @@ class Loop:
         self.accelerator.free_memory()
         gc.collect()
 
-    def _step(self, rows: Step) -> Any:
-        """One optimiser step over `rows`, shared among the ranks; returns the gradient norm before clipping."""
-        accelerator, cfg = self.accelerator, self.cfg
-        lengths = self.schedule.lengths
-        share = deal(rows, lengths, cfg.micro_batch_tokens, accelerator.num_processes)[accelerator.process_index]
-        inputs = [self.objective.prepare(load_batch(self.rows, part)) for part in share]
+    def _step(self, step: Step) -> Any:
+        """One optimiser step, shared among the ranks; returns the gradient norm before clipping."""
+        accelerator, cfg, lengths = self.accelerator, self.cfg, self.schedule.lengths
+        shares = deal(step, lengths, cfg.micro_batch_tokens, accelerator.num_processes)
+        inputs = [self.objective.prepare(load_batch(self.rows, p)) for p in shares[accelerator.process_index]]
         local = torch.stack([self.objective.counts(x) for x in inputs]).sum(0)
         counts = accelerator.reduce(local, reduction="sum")
         for group in self.wrapped.param_groups:
@@ -179,7 +185,7 @@ class Loop:
         norm = self._update()
         self.window.sums.append(torch.stack(sums).sum(0))
         self.window.losses.append(torch.stack(total).sum())
-        self.window.tokens += int(lengths[rows].sum())
+        self.window.usage.add(shares, lengths, cfg.micro_batch_tokens)
         self._check_finite(-2)  # the step before: reading this one's loss would stall a GPU
         return norm
 
@@ -237,8 +243,9 @@ class Loop:
             **figures,
             "lr": learning_rate(step - 1, self.schedule.total, self.cfg),
             "grad_norm": round(float(norm), 5),
-            "tokens_per_s": round(window.tokens / seconds, 1),
+            "tokens_per_s": round(window.usage.tokens / seconds, 1),
             "supervised_per_s": round(supervised / seconds, 1),
+            **window.usage.figures,
         }
         if self.accelerator.device.type == "cuda":
             self.last["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
@@ -308,7 +315,7 @@ class Loop:
         spread = f"acc {acc[0]:.3f}..{acc[-1]:.3f} " if acc else ""
         status = (
             f"loss {line['loss']:.4f} {spread}simulated tau {line.get('simulated_tau', 0):.3f} "
-            f"lr {line['lr']:.2e} {line['tokens_per_s']:,.0f} tok/s"
+            f"lr {line['lr']:.2e} {line['tokens_per_s']:,.0f} tok/s padding {line['padding']:.1%}"
         )
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=step, status=status)

@@ -3,7 +3,8 @@
 Slot p sees the features of x[0..p] and the embedding of x[p+1+i] at unroll step i, and predicts x[p+2+i]; its teacher
 is the target's distribution at position q = p+1+i. Sources: EAGLE-3 (arXiv 2503.01840) and its code, for the soft
 cross-entropy on kept vocabulary; the normaliser (mean over the whole optimiser step) is ours.
-B rows, T positions, H hidden, C features, V vocabulary, Vd kept vocabulary, S unroll steps, n selected slots.
+T tokens of a packed micro-batch, H hidden, C features, V vocabulary, Vd kept vocabulary, S unroll steps, n selected
+slots, m positions that teach some slot.
 """
 
 from typing import Any, NamedTuple
@@ -12,28 +13,21 @@ import torch
 from torch import Tensor, nn
 
 from data_prep.supervision import supervised
+from models.attention import Documents
 from models.eagle3 import Eagle3
 from models.target import Target
 from models.vocab import VocabMap
 from train.batches import Batch
-
-CHUNK = 2**25  # logits (float32) held at once where a pass over a vocabulary is cut into chunks of rows
+from train.features import CHUNK, Teacher
 
 # rows of the metric sums [6, S], each additive over micro-batches, ranks and optimiser steps
 LOSS, KEPT, SUPERVISED, CORRECT, AT_RISK, SURVIVED = range(6)
 
 
-def shift_left(x_BT: Tensor, by: int, fill: int) -> Tensor:
-    """out[b, p] = x[b, p + by], `fill` past the end."""
-    if by >= x_BT.shape[1]:
-        return torch.full_like(x_BT, fill)
-    return torch.cat([x_BT[:, by:], torch.full_like(x_BT[:, :by], fill)], dim=1)
-
-
-def teacher_best(target: Target, final_nH: Tensor) -> Tensor:
-    """The target's arg-max over its full vocabulary [n], a chunk of rows at a time: [n, V] never exists."""
-    rows = max(1, CHUNK // target.vocab_size)
-    return torch.cat([target.logits(part).argmax(-1) for part in final_nH.split(rows)])
+def shift_left(x_T: Tensor, by: int, fill: int) -> Tensor:
+    """out[p] = x[p + by], `fill` past the end. In a packed row this reads across documents, but never for a slot that
+    is supervised: such a slot predicts x[p + 2 + i] of its own answer and is fed nothing behind it."""
+    return torch.cat([x_T[by:], x_T.new_full((min(by, len(x_T)),), fill)])
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -105,18 +99,19 @@ def simulated_tau(match_SN: Tensor, supervised_SN: Tensor) -> float:
 class Slots(NamedTuple):
     """The supervised slots of one unroll step, n of them (one, slot 0, where there is none: then `any` is False)."""
 
-    index_n: Tensor  # into the flattened [B, T]
+    index_n: Tensor  # into the packed row
     teacher_n: Tensor  # where the teaching position's state is in final_mH
     next_n: Tensor  # the row's own token at x[p+2+i]
     any: bool
 
 
 class Inputs(NamedTuple):
-    """A micro-batch with what the frozen target says about it; m positions teach some slot."""
+    """A micro-batch with what the frozen target says about it."""
 
-    ids_BT: Tensor
-    supervised_SBT: Tensor
-    taps_BTC: Tensor
+    ids_T: Tensor
+    documents: Documents
+    supervised_ST: Tensor
+    taps_TC: Tensor
     final_mH: Tensor  # final normed states of the positions that teach
     best_m: Tensor  # draft id of the teacher's arg-max; -1 where it is not kept
     slots: list[Slots]
@@ -126,6 +121,7 @@ class Objective(nn.Module):
     """What the loop asks of a drafter family: it trains `drafter`, and its forward is what a backend wraps."""
 
     drafter: nn.Module
+    vocab: VocabMap | None = None  # of the drafter; a checkpoint holds it
 
     def prepare(self, batch: Batch) -> Any:
         """No-gradient work on a micro-batch, done for the whole optimiser step before its first backward."""
@@ -144,41 +140,48 @@ class UnrollLoss(Objective):
     """EAGLE-3's training-time test over one micro-batch."""
 
     drafter: Eagle3
+    vocab: VocabMap
 
     def __init__(
-        self, drafter: Eagle3, target: Target, vocab: VocabMap, steps: int, decay: float, bf16: bool = False
+        self,
+        drafter: Eagle3,
+        target: Target,
+        vocab: VocabMap,
+        steps: int,
+        decay: float,
+        bf16: bool = False,
+        keep_bytes: int = 0,
     ) -> None:
         super().__init__()
         self.drafter = drafter
         self.target, self.steps, self.decay, self.bf16 = target, steps, decay, bf16
+        self.teacher = Teacher(target, keep_bytes)
         self.vocab = vocab.to(target.device)
         self.kept_ids = None if vocab.full else self.vocab.kept_ids
 
     @torch.no_grad()
     def prepare(self, batch: Batch) -> Inputs:
         """Which slots count is read off the answer marks on the host, so that nothing on a GPU waits for it."""
-        ids_BT, answer_BT = batch
-        device, supervised_SBT = self.target.device, supervised(answer_BT, self.steps)
-        teaches_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
-        for i, supervised_BT in enumerate(supervised_SBT):
-            teaches_BT[:, 1 + i :] |= supervised_BT[:, : max(0, ids_BT.shape[1] - 1 - i)]
-        teaching = teaches_BT.flatten().nonzero().squeeze(-1)
-        place_BT = torch.zeros_like(ids_BT)
-        place_BT.view(-1)[teaching] = torch.arange(len(teaching))
+        ids_T, answer_T, lengths = batch
+        device, supervised_ST = self.target.device, supervised(answer_T, self.steps)
+        teaches_T = torch.zeros_like(ids_T, dtype=torch.bool)
+        for i, supervised_T in enumerate(supervised_ST):
+            teaches_T[1 + i :] |= supervised_T[: max(0, len(ids_T) - 1 - i)]
+        if not teaches_T.any():
+            teaches_T[0] = True
+        place_T = teaches_T.cumsum(0) - 1
         slots = []
-        for i, supervised_BT in enumerate(supervised_SBT):
-            found = supervised_BT.flatten().nonzero().squeeze(-1)
+        for i, supervised_T in enumerate(supervised_ST):
+            found = supervised_T.nonzero().squeeze(-1)
             index = found if len(found) else found.new_zeros(1)
-            teacher = shift_left(place_BT, 1 + i, 0).view(-1)[index]
-            following = shift_left(ids_BT, 2 + i, -1).view(-1)[index]
+            teacher = shift_left(place_T, 1 + i, 0)[index].clamp(min=0)
+            following = shift_left(ids_T, 2 + i, -1)[index]
             index, teacher, following = (t.to(device, non_blocking=True) for t in (index, teacher, following))
             slots.append(Slots(index, teacher, following, len(found) > 0))
-        ids_BT = ids_BT.to(device, non_blocking=True)
-        states = self.target.features(ids_BT)
-        teaching = (teaching if len(teaching) else teaching.new_zeros(1)).to(device, non_blocking=True)
-        final_mH = states.final_BTH.flatten(0, 1)[teaching]
-        best_m = self.vocab.to_draft(teacher_best(self.target, final_mH))
-        return Inputs(ids_BT, supervised_SBT.to(device), states.taps_BTC, final_mH, best_m, slots)
+        documents = Documents(lengths, device)
+        taps_TC, final_mH, best_m = self.teacher.features(ids_T, teaches_T, documents)
+        ids_T, supervised_ST = (t.to(device, non_blocking=True) for t in (ids_T, supervised_ST))
+        return Inputs(ids_T, documents, supervised_ST, taps_TC, final_mH, self.vocab.to_draft(best_m), slots)
 
     def counts(self, inputs: Inputs) -> Tensor:
         return torch.stack([self._kept(inputs, slots).sum() for slots in inputs.slots])
@@ -194,32 +197,33 @@ class UnrollLoss(Objective):
         A micro-batch without a slot for some step passes one slot with weight zero, so that every rank and every
         backward runs the same modules and reaches every parameter.
         """
-        B, T = x.ids_BT.shape
-        sums = torch.zeros(6, self.steps, dtype=torch.float64, device=x.ids_BT.device)
-        match_SN = torch.zeros(self.steps, B * T, dtype=torch.bool, device=x.ids_BT.device)
-        loss = torch.zeros((), device=x.ids_BT.device)
-        with torch.autocast(x.ids_BT.device.type, torch.bfloat16, enabled=self.bf16):
+        device = x.ids_T.device
+        sums = torch.zeros(6, self.steps, dtype=torch.float64, device=device)
+        match_ST = torch.zeros_like(x.supervised_ST)
+        loss = torch.zeros((), device=device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
             with torch.no_grad():
                 teacher_mV = self.target.logits(x.final_mH, self.kept_ids)
             weights = step_weights(self.steps, self.decay)
-            hidden = self.drafter.unroll(x.taps_BTC.float(), lambda i: self._embed(x.ids_BT, 1 + i), self.steps)
-            for i, hidden_BTH in enumerate(hidden):
+            taps_TC = x.taps_TC.float()
+            hidden = self.drafter.unroll(taps_TC, lambda i: self._embed(x.ids_T, 1 + i), self.steps, x.documents)
+            for i, hidden_TH in enumerate(hidden):
                 slots = x.slots[i]
                 kept_n = self._kept(x, slots)
-                logits_nV = self.drafter.logits(hidden_BTH.flatten(0, 1).index_select(0, slots.index_n))
+                logits_nV = self.drafter.logits(hidden_TH.index_select(0, slots.index_n))
                 loss_n, guess_n = soft_cross_entropy(logits_nV, teacher_mV, slots.teacher_n)
                 total = (loss_n * kept_n).sum()
                 loss = loss + weights[i] * total / counts_S[i].clamp(min=1)
-                match_SN[i, slots.index_n] = (self._tokens(guess_n) == slots.next_n) & kept_n
+                match_ST[i, slots.index_n] = (self._tokens(guess_n) == slots.next_n) & kept_n
                 sums[CORRECT, i] = ((guess_n == x.best_m[slots.teacher_n]) & kept_n).sum()
                 sums[LOSS, i] = total.detach()
                 sums[KEPT, i] = kept_n.sum()
-        sums[SUPERVISED] = x.supervised_SBT.sum((1, 2))
-        sums[AT_RISK], sums[SURVIVED] = survival(match_SN, x.supervised_SBT.flatten(1))
+        sums[SUPERVISED] = x.supervised_ST.sum(1)
+        sums[AT_RISK], sums[SURVIVED] = survival(match_ST, x.supervised_ST)
         return loss, sums
 
-    def _embed(self, ids_BT: Tensor, by: int) -> Tensor:
-        return self.target.embed(shift_left(ids_BT, by, 0)).float()
+    def _embed(self, ids_T: Tensor, by: int) -> Tensor:
+        return self.target.embed(shift_left(ids_T, by, 0)).float()
 
     def _tokens(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self.kept_ids is None else self.kept_ids[draft_ids]

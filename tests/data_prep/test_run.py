@@ -21,6 +21,7 @@ from data_prep.run import Prepared, load_prepared, prepare
 from data_prep.sources import SourceCost, check_sources
 from data_prep.template import prompt_ids
 from models.target import Target, load_target
+from models.vocab import VocabMap, write_vocab
 from recipes.schema import DataConfig, Recipe, SourceConfig, UserError
 
 Maker = Callable[..., Recipe]
@@ -182,6 +183,13 @@ def test_killed_in_the_middle_leaves_nothing(
     left = [p.name for p in Path(recipe.data.cache).iterdir()]
     assert [name.split("-")[0] for name in left] == ["answers"]  # the stage that was whole before the second kill
     assert len(prepare(recipe, never).train) == 9
+
+
+def test_prepared_data_with_another_vocabulary_are_refused(make_recipe: Maker, target: Target) -> None:
+    made = prepare(make_recipe(), lambda dtype: target)
+    write_vocab(VocabMap.from_ids(list(range(64)), target.vocab_size), made.folder / "vocab.safetensors")
+    with pytest.raises(UserError, match=r"vocabulary map .* is not the one that report.json names"):
+        load_prepared(made.folder)
 
 
 def test_low_coverage_warns(make_recipe: Maker, target: Target, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from data_prep.prompts import Prompt
 from eval.decode import Decoded, RowResult
-from eval.engine import Settings
+from eval.settings import Settings
 from models.eagle3 import Eagle3
 from recipes.schema import EvalConfig, Recipe
 
@@ -68,7 +68,7 @@ class FakeDecode:
         row_ids: Any = None,
     ) -> Decoded:
         assert row_ids is not None and len(row_ids) == len(prompts)
-        assert (drafter is None) == (settings.decoder == "ar")
+        assert (drafter is not None) == settings.drafts
         self.calls.append(Call(prompts, settings, matrix))
         rows = [self._row(ids, settings) for ids in prompts]
         rounds = max(row.rounds for row in rows)
@@ -100,7 +100,7 @@ class FakeDecode:
             positions_accepted=[sum(a > k for a in accepted) for k in range(depth)],
             sources={"drafter": sum(accepted)},
             stages={"none": len(accepted)},
-            nodes=settings.nodes * len(accepted),
+            nodes=settings.most * len(accepted),
         )
 
 

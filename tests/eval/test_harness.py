@@ -10,10 +10,10 @@ import pytest
 from data_prep.prompts import Prompt
 from eval import harness
 from eval.decode import RowResult
-from eval.engine import Settings
 from eval.plan import check_settings, plan
+from eval.settings import Settings
 from models.target import Target
-from recipes.schema import Recipe, UserError
+from recipes.schema import DECODERS, Recipe, UserError
 from tests.eval.fakes import FakeDecode, FakeTarget, fake_drafter, fake_prompts, fake_recipe
 
 DRAFTER = fake_drafter()
@@ -185,10 +185,11 @@ def test_validation_tau_leaves_loops_out_and_is_greedy() -> None:
         ({"nodes": 0}, "eval.nodes"),
         ({"branch": 0}, "eval.branch"),
         ({"max_new_tokens": 0}, "eval.max_new_tokens"),
-        ({"decoders": ["eagel"]}, "some of ar, chain, eagle, graft"),
+        ({"decoders": ["eagel"]}, "some of ar, chain, eagle, talon"),
         ({"matrix": "lukewarm"}, "cold, carried or warm-N"),
         ({"matrix": "warm-0"}, "cold, carried or warm-N"),
         ({"gates": [2.0, 0.1, 0.1]}, "three numbers from 0 to 1"),
+        ({"gates": [0.1, 0.1]}, "three numbers from 0 to 1"),
     ],
 )
 def test_bad_settings_are_named(changes: dict[str, Any], words: str) -> None:
@@ -213,3 +214,15 @@ def test_a_tuned_plan_compares_eagle_and_graft_at_one_budget() -> None:
     assert entries["graft"].settings.gates == (0.4,)
     assert (entries["chain"].settings.depth, entries["chain-7"].settings.depth) == (2, 7)
     assert not entries["chain-7"].timed
+
+
+def test_without_a_drafter_those_are_left_that_need_none() -> None:
+    entries = plan(fake_recipe(decoders=list(DECODERS)), drafter=False)
+    assert [(entry.label, entry.matrix) for entry in entries] == [
+        ("ar", ""),
+        ("recycle", "warm-2"),
+        ("lookup", ""),
+        ("suffix", ""),
+    ]
+    assert [entry.settings.depth for entry in entries[2:]] == [10, 40]
+    assert all(entry.gates_from == "" for entry in entries)

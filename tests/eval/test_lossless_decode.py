@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from eval.decode import decode
-from eval.engine import Settings
 from eval.matrix import WIDTH, SuccessorMatrix
+from eval.settings import Settings
 from models.eagle3 import Eagle3
 from models.target import Target
 from tests.tiny import tiny_drafter
@@ -26,6 +26,13 @@ DRAFTERS = {
     "graft-20": Settings("graft", NEW, depth=3, branch=3, nodes=20, gates=(0.9, 0.9, 0.9)),
     "graft-60": Settings("graft", NEW, gates=(0.02, 0.001, 0.5)),
     "graft-open": Settings("graft", NEW, gates=(0.0, 0.0, 0.0)),
+    "prune-60": Settings("prune", NEW, gates=(0.02, 0.001, 0.5)),
+    "prune-shut": Settings("prune", NEW, depth=3, branch=3, nodes=20, gates=(0.9, 0.9, 0.9)),
+    "recycle-60": Settings("recycle", NEW),
+    "lookup-10": Settings("lookup", NEW, depth=10),
+    "suffix-40": Settings("suffix", NEW, depth=40),
+    "talon-60": Settings("talon", NEW, depth=16),
+    "talon-12": Settings("talon", NEW, depth=4, branch=3, nodes=12),
 }
 
 
@@ -38,7 +45,7 @@ class Scene:
         self.plain = {heat: self.tokens(Settings("ar", NEW, heat)) for heat in (0.0, 1.0)}
 
     def tokens(self, settings: Settings, matrix: SuccessorMatrix | None = None) -> list[list[int]]:
-        drafter = None if settings.decoder == "ar" else self.drafter
+        drafter = self.drafter if settings.drafts else None
         return [row.tokens for row in decode(self.target, drafter, self.prompts, settings, matrix).rows]
 
 
@@ -63,15 +70,15 @@ def test_every_decoder_gives_the_tokens_of_plain_decoding(scene: Scene, name: st
     """Greedy, and at T = 1 under the noise of (seed, row, position); cold, then with what the matrix has learnt."""
     settings, matrix = replace(DRAFTERS[name], temperature=heat), SuccessorMatrix(320)
     assert scene.tokens(settings, matrix) == scene.plain[heat]
-    if settings.decoder == "graft":
+    if settings.remembers:
         assert scene.tokens(settings, matrix) == scene.plain[heat]
 
 
 @pytest.mark.parametrize("heat", [0.0, 1.0])
-@pytest.mark.parametrize("name", ["ar", "chain-4", "eagle-12", "graft-60"])
+@pytest.mark.parametrize("name", ["ar", "chain-4", "eagle-12", "graft-60", "recycle-60", "suffix-40", "talon-60"])
 def test_an_output_does_not_depend_on_its_batch(scene: Scene, name: str, heat: float) -> None:
     settings = replace(DRAFTERS[name] if name != "ar" else Settings("ar", NEW), temperature=heat)
-    drafter = None if name == "ar" else scene.drafter
+    drafter = scene.drafter if settings.drafts else None
     for i in (2, 0):
         alone = decode(scene.target, drafter, [scene.prompts[i]], settings, row_ids=[i])
         assert alone.rows[0].tokens == scene.plain[heat][i]
@@ -88,8 +95,9 @@ def test_a_random_matrix_changes_no_token(scene: Scene, heat: float, distinct: b
     else:
         rows = torch.randint(4, (320, WIDTH), generator=source)
     matrix.update(torch.arange(320), rows)
-    settings = Settings("graft", NEW, heat, gates=(0.9, 0.9, 0.9))
-    assert scene.tokens(settings, matrix) == scene.plain[heat]
+    for decoder in ("graft", "recycle"):
+        settings = Settings(decoder, NEW, heat, gates=(0.9, 0.9, 0.9))
+        assert scene.tokens(settings, matrix.copy()) == scene.plain[heat]
 
 
 @pytest.mark.parametrize("heat", [0.0, 1.0])
@@ -117,7 +125,7 @@ def test_top_k_and_top_p_are_honoured(scene: Scene, top_k: int, top_p: float) ->
             scores = TopPLogitsWarper(top_p)(text, scores)
         assert (scores.gather(1, text[:, len(prompt) :].T) > float("-inf")).all()
     assert strayed > 0
-    for name in ("chain-4", "graft-60"):
+    for name in ("chain-4", "graft-60", "prune-60", "recycle-60", "lookup-10", "suffix-40", "talon-60"):
         warm = replace(DRAFTERS[name], temperature=1.0, top_k=top_k, top_p=top_p, seed=3)
         assert scene.tokens(warm) == plain
 
@@ -166,7 +174,7 @@ def chi_square(counts: Tensor, expected: Tensor) -> float:
 def sampled(small: tuple[Target, Eagle3], settings: Settings) -> Tensor:
     """[ROWS, 3] tokens; a row that ended early is filled with token 0."""
     target, drafter = small
-    found = decode(target, drafter if settings.decoder != "ar" else None, [PROMPT] * ROWS, settings)
+    found = decode(target, drafter if settings.drafts else None, [PROMPT] * ROWS, settings)
     said = [[*row.tokens, 0, 0][:3] for row in found.rows]
     assert settings.decoder == "ar" or sum(row.accepted for row in found.rows) > ROWS // 10
     return torch.tensor(said)
@@ -178,6 +186,11 @@ JOINT = {
     "eagle": Settings("eagle", 4, 1.0, seed=13, depth=3, branch=3, nodes=8),
     "graft": Settings("graft", 4, 1.0, seed=14, depth=3, branch=3, nodes=8, gates=(0.2, 0.2, 0.5)),
     "graft, all retrieved": Settings("graft", 4, 0.8, seed=15, depth=2, branch=2, nodes=12, gates=(1.0, 1.0, 1.0)),
+    "prune": Settings("prune", 4, 1.0, seed=16, depth=3, branch=3, nodes=20, gates=(0.2, 0.2, 0.5)),
+    "recycle": Settings("recycle", 4, 1.0, seed=17, nodes=12),
+    "lookup": Settings("lookup", 4, 1.0, seed=18, depth=3),
+    "suffix": Settings("suffix", 4, 1.0, seed=19, depth=3),
+    "talon": Settings("talon", 4, 1.0, seed=20, depth=3, branch=3, nodes=8),
 }
 
 
@@ -194,5 +207,5 @@ def test_the_joint_law_of_three_tokens(small: tuple[Target, Eagle3], name: str) 
 
 def test_shared_noise_gives_the_same_draws_to_all(small: tuple[Target, Eagle3]) -> None:
     plain = sampled(small, JOINT["ar"])
-    for name in ("chain", "eagle", "graft"):
+    for name in ("chain", "eagle", "graft", "prune", "recycle", "lookup", "suffix", "talon"):
         assert torch.equal(sampled(small, replace(JOINT[name], seed=11)), plain)

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from eval import harness, report
-from eval.engine import Settings
+from eval.settings import Settings
 from eval.verdict import outcome, verdict
 from models.target import Target
 from tests.eval.fakes import FakeDecode, FakeTarget, fake_drafter, fake_prompts, fake_recipe

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from eval import run
+from eval.matrix import SuccessorMatrix
+from eval.matrix_file import save_matrix
 from models.eagle3 import Eagle3, Eagle3Config
 from models.layouts import save_drafter
 from models.target import load_target
@@ -70,6 +72,7 @@ def refused(world: World, capsys: pytest.CaptureFixture[str], *extra: str) -> st
         ("decoder=eagel", "decoder='eagel'"),
         ("eval.matrix=warm", "cold, carried or warm-N"),
         ("eval.matrix=warm-99", "Use warm-18 or carried"),
+        ("eval.matrix=nowhere.safetensors", "eval.matrix=nowhere.safetensors: no such file"),
         ("prompts=nowhere.jsonl", "nowhere.jsonl does not exist"),
         ("drafter=nowhere", "drafter=nowhere: no such folder"),
         ("eval.repetition_penalty=1.1", "'eval.repetition_penalty' is refused"),
@@ -153,3 +156,23 @@ def test_sampling_and_batches_run(world: World) -> None:
 def test_plain_decoding_needs_no_drafter(world: World) -> None:
     entry(run.main, world.arguments("decoder=ar", "drafter=nowhere"))
     assert json.loads((world.folder / "out" / "results.json").read_text())["decoder"] == "ar"
+
+
+@pytest.mark.parametrize("decoder", ["recycle", "lookup", "suffix"])
+def test_retrieval_alone_needs_no_drafter(world: World, decoder: str) -> None:
+    entry(run.main, world.arguments(f"decoder={decoder}", "drafter=nowhere"))
+    result = json.loads((world.folder / "out" / "results.json").read_text())
+    overall = result["overall"]
+    assert result["decoder"] == decoder and overall["lossless"]["checked"] == 4
+    assert overall["lossless"]["identical"] + overall["lossless"]["near_ties"] == 4
+    assert overall["accepted_by_source"]["drafter"] == 0
+    assert result["settings"]["matrix"] == ("warm-2" if decoder == "recycle" else "none")
+
+
+def test_a_matrix_of_another_target_is_refused_before_weights_load(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "load_target", None)
+    file = world.folder / "other.safetensors"
+    save_matrix(SuccessorMatrix(320), file, "feedbeef")
+    assert "was learnt from another target" in refused(world, capsys, f"eval.matrix={file}")

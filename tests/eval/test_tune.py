@@ -11,7 +11,7 @@ import pytest
 
 from eval import tune
 from eval.decode import Decoded
-from eval.engine import Settings
+from eval.settings import Settings
 from models.target import Target
 from recipes.schema import UserError
 from tests.eval.fakes import FakeDecode, FakeTarget, fake_drafter, fake_prompts, fake_recipe
@@ -163,3 +163,15 @@ def test_tuned_settings_come_back_on_the_same_machine_only(tmp_path: Path, capsy
 def test_no_prompts_no_tuning() -> None:
     with pytest.raises(UserError, match="validation prompts"):
         tune.tune(fake_recipe(), TARGET, DRAFTER, [], decode=cast(Callable[..., Decoded], FakeDecode()))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_baselines_are_tuned_as_well(device: str) -> None:
+    names = ["talon", "prune", "recycle", "lookup", "suffix", "graft"]
+    found = tune.candidates(fake_recipe(decoders=names, nodes=16), device)
+    assert {s.decoder for s in found} == {"ar", *names}
+    assert max(s.nodes for s in found if s.decoder not in ("ar", "suffix")) == 16
+    assert sorted(s.depth for s in found if s.decoder == "suffix") == [3, 6, 10, 40]
+    gates = {name: {s.gates for s in found if s.decoder == name} for name in ("prune", "graft")}
+    assert gates["prune"] == gates["graft"] and len(gates["graft"]) == 2
+    assert len(set(found)) == len(found)

@@ -1,12 +1,14 @@
 """The unroll against one full forward a slot and step; decoding against the unroll; where the head starts."""
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from models.attention import Documents
 from models.eagle3 import Eagle3, Eagle3Config
 from models.target import Target
 from models.vocab import VocabMap
@@ -14,6 +16,7 @@ from tests.models import naive_eagle
 from tests.tiny import tiny_drafter
 
 B, T, STEPS = 2, 9, 7
+CPU = torch.device("cpu")
 
 
 def shape_of(config: Eagle3Config) -> naive_eagle.Shape:
@@ -37,7 +40,10 @@ class Case:
         return self.target.embed(self.ids[:, 1 + i : 1 + i + T])
 
     def unrolled(self) -> list[Tensor]:
-        return list(self.drafter.unroll(self.taps, self.embed, STEPS))
+        """The rows as the documents of one packed row, [B, T, H] a step."""
+        documents = Documents([T] * B, self.target.device)
+        steps = self.drafter.unroll(self.taps.flatten(0, 1), lambda i: self.embed(i).flatten(0, 1), STEPS, documents)
+        return [state.unflatten(0, (B, T)) for state in steps]
 
     def naive(self, row: int, slot: int) -> list[Tensor]:
         weights = dict(self.drafter.named_parameters())
@@ -76,6 +82,33 @@ def test_the_gradients_equal_those_of_the_full_forwards(case: Case) -> None:
     expected = torch.autograd.grad(torch.stack(parts).sum(), list(parameters.values()))
     for name, one, other in zip(parameters, ours, expected, strict=True):
         assert (one - other).norm() <= 1e-4 * other.norm(), name
+
+
+@pytest.mark.parametrize("lengths", [[1, 7, 2, 1, 12], [2, 1], [30, 1, 1, 9]])
+def test_packed_documents_unroll_as_each_alone(case: Case, lengths: list[int]) -> None:
+    """States of the slots that look at nothing behind their document, and all gradients of those, exact to 1e-5."""
+    drafter, total = case.drafter, sum(lengths)
+    draw = torch.Generator().manual_seed(total)
+    taps = torch.randn(total, drafter.fc.in_features, generator=draw)
+    embeds = torch.randn(total + STEPS, drafter.config.hidden_size, generator=draw)
+    weight = torch.randn(STEPS, total, drafter.config.hidden_size, generator=draw) / total
+    for start, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
+        for i in range(STEPS):
+            weight[i, max(start, start + length - 1 - i) : start + length] = 0  # x[p+1+i] lies behind the document
+
+    def unroll(span: slice, documents: Documents) -> list[Tensor]:
+        length = span.stop - span.start
+        steps = drafter.unroll(taps[span], lambda i: embeds[span.start + 1 + i :][:length], STEPS, documents)
+        return [state * (weight[i, span] != 0) for i, state in enumerate(steps)]
+
+    packed = torch.stack(unroll(slice(0, total), Documents(lengths, CPU)))
+    spans = Documents(lengths, CPU).spans
+    alone = torch.cat([torch.stack(unroll(s, Documents([s.stop - s.start], CPU))) for s in spans], 1)
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+    trained = [p for name, p in drafter.named_parameters() if not name.startswith(("norm", "lm_head"))]
+    ours = torch.autograd.grad((packed * weight).sum(), trained)
+    for one, other in zip(ours, torch.autograd.grad((alone * weight).sum(), trained), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
 def test_the_unroll_is_causal_in_committed_text(case: Case) -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models import layouts
+from models.attention import Documents
 from models.eagle3 import Eagle3
 from models.layouts import load_drafter, save_drafter
 from models.target import Target
@@ -58,8 +59,9 @@ def test_an_engine_reads_the_logits_of_training(
     save_drafter(drafter, tmp_path / "d", {"fingerprint": target.fingerprint})
     T, k = 6, 4
     ids = torch.randint(2, 320, (1, T + k + 1), generator=torch.Generator().manual_seed(5))
-    states = drafter.unroll(target.features(ids[:, :T]).taps_BTC, lambda i: target.embed(ids[:, 1 + i : 1 + i + T]), k)
-    trained = [drafter.logits(state)[0] for state in states]
+    features, row = target.features(ids[:, :T]).taps_BTC[0], Documents([T], target.device)
+    states = drafter.unroll(features, lambda i: target.embed(ids[0, 1 + i : 1 + i + T]), k, row)
+    trained = [drafter.logits(state) for state in states]
     reader = EngineReader(tmp_path / "d", target.model.get_input_embeddings().weight)
     with torch.no_grad():
         hidden = target.model(ids[:, :T], output_hidden_states=True).hidden_states

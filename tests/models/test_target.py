@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from models.attention import Documents
 from models.target import Target
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
@@ -111,6 +112,19 @@ def test_right_padding_is_harmless(target: Target, ids: Tensor) -> None:
     padded = ids.clone()
     padded[1, 20:] = 0
     close(target.features(padded).taps_BTC[1, :20], target.features(ids[1:, :20]).taps_BTC[0])
+
+
+@pytest.mark.parametrize("lengths", [[26, 1, 2, 14], [1, 1], [9]])
+def test_a_packed_document_is_as_it_would_be_alone(target: Target, lengths: list[int]) -> None:
+    """Past the sliding window too, for the families that have one."""
+    documents = Documents(lengths, target.device)
+    ids = torch.randint(2, 320, (sum(lengths),), generator=torch.Generator().manual_seed(5))
+    packed = target.packed_features(ids, documents)
+    for span in documents.spans:
+        alone = target.features(ids[span].unsqueeze(0))
+        for one, other in ((packed.taps_BTC, alone.taps_BTC), (packed.final_BTH, alone.final_BTH)):
+            assert (one[:, span] - other).abs().max() <= 1e-5 * other.abs().max()
+        close(packed.final_BTH[:, span], reference(target, ids[span].unsqueeze(0)).hidden_states[-1])
 
 
 def test_nothing_of_the_target_takes_gradients(target: Target, ids: Tensor) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from data_prep.prompts import load_prompts
+from eval.matrix import SuccessorMatrix
+from eval.matrix_file import save_matrix
 from models.eagle3 import Eagle3, Eagle3Config
 from models.layouts import save_drafter
 from models.vocab import VocabMap
@@ -48,13 +50,14 @@ def run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A working folder with the README's example of a prompt file and, where its commands look for one, a drafter."""
+    """A working folder with the README's example of a prompt file, and a drafter and a matrix where commands look."""
     folder = tmp_path_factory.mktemp("readme")
     (folder / "prompts.jsonl").write_text("".join(blocks("json")))
     rope = {"rope_type": "default", "rope_theta": 1e4}
     config = Eagle3Config(8, 16, 2, 1, 4, 1e-5, 32, 32, 64, rope, taps=(2, 4, 5), target_layers=8)
     drafter = Eagle3(config, VocabMap.identity(32))
     save_drafter(drafter, folder / "runs" / "smollm2" / "drafter", {"fingerprint": "of no target"})
+    save_matrix(SuccessorMatrix(32), folder / "runs" / "smollm2" / "drafter" / "matrix.safetensors", "of no target")
     return folder
 
 

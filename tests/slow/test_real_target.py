@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from eval.decode import decode
-from eval.engine import Settings
 from eval.matrix import SuccessorMatrix
+from eval.settings import Settings
 from models.eagle3 import Eagle3, Eagle3Config
 from models.generate import generate
 from models.target import Target

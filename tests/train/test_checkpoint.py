@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from models.target import Target
+from models.vocab import VocabMap, read_vocab, write_vocab
 from recipes.schema import DataConfig, Recipe, SourceConfig, TrainConfig, UserError
 from tests.train import tiny_run
 from tests.train.reading import curve
@@ -123,6 +124,19 @@ def test_a_changed_run_is_refused_with_every_difference(target: Target, tmp_path
     assert "train.epochs: was 2, now 3" in text
     assert "target.fingerprint: was (absent), now f" in text
     assert "data.hash" not in text and "run_dir=DIR" in text
+
+
+def test_a_checkpoint_of_another_vocabulary_is_refused(target: Target, tmp_path: Path) -> None:
+    """Even where the papers say that all is the same."""
+    tiny_run.run(target, tmp_path, max_steps=3)
+    file = Store(tmp_path).path(3) / "vocab.safetensors"
+    assert read_vocab(file).hash() == tiny_run.vocab().hash()
+    write_vocab(VocabMap.from_ids([t for t in range(tiny_run.VOCAB) if t % 5 != 1], tiny_run.VOCAB), file)
+    with pytest.raises(UserError, match=r"another vocabulary map \(256 of 320 tokens.*run_dir=DIR"):
+        tiny_run.run(target, tmp_path, max_steps=3)
+    file.unlink()
+    with pytest.raises(UserError, match="no vocabulary map can be read"):
+        tiny_run.run(target, tmp_path, max_steps=3)
 
 
 def test_identity_holds_what_is_learned_and_not_how_it_is_run() -> None:

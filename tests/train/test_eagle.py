@@ -87,6 +87,8 @@ def test_the_run_folder_holds_what_it_should(run_dir: Path, target: Target) -> N
     papers = json.loads((run_dir / "provenance.json").read_text())
     assert papers["target"]["fingerprint"] == target.fingerprint and papers["versions"]["torch"] == torch.__version__
     assert (run_dir / "data" / "report.json").is_file() and (run_dir / "recipe.yaml").is_file()
+    assert summary["packing"]["padding"] == 0 and 0.5 < summary["packing"]["filled"] <= 1
+    assert set(curve(run_dir, "padding")) == {0.0}
     assert curve(run_dir, "step")[0] == 1 and len(curve(run_dir, "validation_tau")) == 2
 
 

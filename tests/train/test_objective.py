@@ -1,16 +1,20 @@
 """The loss against a slot-by-slot reference, and simulated tau against a walk over chains."""
 
 import itertools
+import random
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from data_prep.rows import Rows
-from models.target import Target
+from models.attention import Documents
+from models.target import States, Target
 from models.vocab import VocabMap
 from tests.train import tiny_run
-from train import objective
+from train import features, objective
 from train.batches import load_batch
 from train.objective import UnrollLoss, simulated_tau, soft_cross_entropy, step_weights, survival, tau_from_counts
 
@@ -18,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def naive_loss(loss: UnrollLoss, rows: Rows, indices: list[int]) -> tuple[Tensor, list[int], list[float]]:
-    """Row by row, unpadded, slot by slot: (loss, kept slots a step, accuracy a step)."""
+    """Row by row, slot by slot: (loss, kept slots a step, accuracy a step)."""
     target, vocab, steps = loss.target, loss.vocab, loss.steps
     terms: list[list[Tensor]] = [[] for _ in range(steps)]
     right, supervised = [0] * steps, [0] * steps
@@ -29,9 +33,10 @@ def naive_loss(loss: UnrollLoss, rows: Rows, indices: list[int]) -> tuple[Tensor
         tail = torch.zeros(steps, dtype=torch.long)
 
         def embed(i: int, ids: Tensor = ids, tail: Tensor = tail) -> Tensor:
-            return target.embed(torch.cat([ids, tail])[1 + i : 1 + i + len(ids)]).unsqueeze(0)
+            return target.embed(torch.cat([ids, tail])[1 + i : 1 + i + len(ids)])
 
-        for i, hidden in enumerate(loss.drafter.unroll(states.taps_BTC, embed, steps)):
+        alone = Documents([len(ids)], CPU)
+        for i, hidden in enumerate(loss.drafter.unroll(states.taps_BTC[0], embed, steps, alone)):
             for p in range(len(ids) - 2 - i):
                 span = answer[p + 1 : p + 3 + i].tolist()
                 if len(set(span)) != 1 or span[0] == 0:
@@ -40,7 +45,7 @@ def naive_loss(loss: UnrollLoss, rows: Rows, indices: list[int]) -> tuple[Tensor
                 best = int(teacher[p + 1 + i].argmax())
                 if not vocab.t2d[best]:
                     continue
-                log_q = loss.drafter.logits(hidden[0, p]).log_softmax(-1)
+                log_q = loss.drafter.logits(hidden[p]).log_softmax(-1)
                 probabilities = teacher[p + 1 + i][vocab.kept_ids].softmax(-1)
                 terms[i].append(-(probabilities * log_q).sum())
                 right[i] += int(vocab.kept_ids[log_q.argmax()]) == best
@@ -93,6 +98,60 @@ def test_one_micro_batch_of_four_equals_four_of_one(target: Target) -> None:
         torch.testing.assert_close(gradient, together[name], atol=1e-6, rtol=1e-5)
 
 
+@settings(deadline=None, max_examples=30)
+@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_a_packed_micro_batch_equals_its_documents_one_at_a_time(target: Target, lengths: list[int], seed: int) -> None:
+    """Loss, counts, metric sums and all gradients; documents of one and two tokens, and all answer, are among them."""
+    draw = random.Random(seed)
+    behind_a_prompt = [[0] * min(3, n) + [1] * (n - 3) for n in lengths]
+    marks = [sorted(draw.choices([1, 1, 2], k=len(m))) if draw.random() < 0.5 else m for m in behind_a_prompt]
+    ids = [[draw.randrange(tiny_run.VOCAB) for _ in range(n)] for n in lengths]
+    rows = tiny_run.make_rows(list(zip(ids, marks, strict=True)), [{}] * len(ids))
+    loss = tiny_run.objective(target, keep_bytes=0)
+    together, sums, counts = pass_through(loss, rows, [list(range(len(rows)))])
+    packed = gradients(loss)
+    loss.zero_grad()
+    apart, sums_apart, counts_apart = pass_through(loss, rows, [[i] for i in range(len(rows))])
+    assert together.item() == pytest.approx(apart.item(), abs=1e-5)
+    assert counts.tolist() == counts_apart.tolist()
+    torch.testing.assert_close(sums, sums_apart, atol=1e-4, rtol=1e-5)
+    for name, gradient in gradients(loss).items():
+        torch.testing.assert_close(gradient, packed[name], atol=1e-5, rtol=1e-4)
+
+
+def test_features_of_a_packed_row_equal_those_document_by_document(target: Target) -> None:
+    batch = load_batch(tiny_run.rows(), [3, 0, 7])
+    alone = tiny_run.objective(target, keep_bytes=1).prepare(batch)
+    packed = tiny_run.objective(target, keep_bytes=0).prepare(batch)
+    torch.testing.assert_close(packed.taps_TC, alone.taps_TC, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(packed.final_mH, alone.final_mH, atol=1e-5, rtol=1e-5)
+    assert torch.equal(packed.best_m, alone.best_m)
+
+
+def test_kept_features_are_those_computed_again_bit_for_bit(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In whatever company a row comes back, and however many fit."""
+    rows, fresh = tiny_run.rows(), tiny_run.objective(target, keep_bytes=1)
+    calls: list[int] = []
+    run = target.features
+
+    def counted(ids: Tensor) -> States:
+        calls.append(ids.shape[1])
+        return run(ids)
+
+    monkeypatch.setattr(target, "features", counted)
+    for keep_bytes, again in ((1, 3), (12000, 2), (10**9, 0)):
+        keeping = tiny_run.objective(target, keep_bytes=keep_bytes)
+        keeping.prepare(load_batch(rows, [0, 3, 7]))
+        assert sum(t.nbytes for f in keeping.teacher.kept.values() for t in f) <= keep_bytes
+        calls.clear()
+        second = keeping.prepare(load_batch(rows, [7, 0, 3]))
+        assert len(calls) == again
+        expected = fresh.prepare(load_batch(rows, [7, 0, 3]))
+        for one, other in ((second.taps_TC, expected.taps_TC), (second.final_mH, expected.final_mH)):
+            assert torch.equal(one, other)
+        assert torch.equal(second.best_m, expected.best_m)
+
+
 def test_an_empty_micro_batch_reaches_every_parameter_with_weight_zero(target: Target) -> None:
     loss = tiny_run.objective(target)
     value, sums, counts = pass_through(loss, tiny_run.rows(), [[]])
@@ -120,7 +179,8 @@ def test_bf16_autocast_stays_near_fp32(target: Target) -> None:
 def test_chunks_change_nothing(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, loss = tiny_run.rows(), tiny_run.objective(target)
     whole, sums, _ = pass_through(loss, rows, [[3, 7]])
-    monkeypatch.setattr(objective, "CHUNK", 3 * tiny_run.VOCAB)
+    for module in (objective, features):
+        monkeypatch.setattr(module, "CHUNK", 3 * tiny_run.VOCAB)
     parts, sums_parts, _ = pass_through(loss, rows, [[3, 7]])
     assert whole.item() == pytest.approx(parts.item(), abs=1e-6)
     torch.testing.assert_close(sums, sums_parts, atol=1e-4, rtol=1e-6)

@@ -55,12 +55,12 @@ def recipe(**train: Any) -> Recipe:
     return Recipe(train=TrainConfig(**(values | train)), eagle=EagleConfig(unroll_steps=STEPS))
 
 
-def objective(target: Target, kept: VocabMap | None = None, seed: int = 0) -> UnrollLoss:
+def objective(target: Target, kept: VocabMap | None = None, seed: int = 0, keep_bytes: int = 2**20) -> UnrollLoss:
     kept = kept or vocab()
     torch.manual_seed(seed)
     drafter = Eagle3(Eagle3Config.from_target(target, kept), kept)
     drafter.init_from_target(target)
-    return UnrollLoss(drafter, target, kept, STEPS, 0.8)
+    return UnrollLoss(drafter, target, kept, STEPS, 0.8, keep_bytes=keep_bytes)
 
 
 class Stop(Exception):

@@ -1,0 +1,53 @@
+"""How to decode: the settings that every decoder shares, and what follows from them."""
+
+from dataclasses import dataclass
+
+from recipes.schema import DRAFTED
+
+LINES = ("chain", "lookup", "suffix")  # what they propose has no branches
+GATED = ("graft", "prune")  # drafting stops where the drafter is unsure
+PUBLISHED_GATES = (0.15, 0.14, 0.50)  # Graft's own, for Qwen3-8B
+
+
+@dataclass(frozen=True)
+class Settings:
+    """For `chain`, `lookup` and `suffix`, depth is the draft length and nodes and branch do not count."""
+
+    decoder: str = "ar"
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    depth: int = 8
+    branch: int = 10
+    nodes: int = 60
+    gates: tuple[float, ...] = PUBLISHED_GATES
+
+    @property
+    def drafts(self) -> bool:
+        """A drafter is asked."""
+        return self.decoder in DRAFTED
+
+    @property
+    def remembers(self) -> bool:
+        """A successor matrix is read and taught."""
+        return self.decoder in ("recycle", "graft")
+
+    @property
+    def most(self) -> int:
+        """Drafts of one round, at most."""
+        if self.decoder == "ar":
+            return 0
+        return self.depth if self.decoder in LINES else self.nodes
+
+    @property
+    def room(self) -> int:
+        """Slots of the target's cache that a round may write past the committed ones."""
+        layers = 0 if self.decoder == "talon" else self.depth * self.branch
+        return max(self.nodes, layers) + self.depth + 16
+
+    @property
+    def draft_room(self) -> int:
+        """The same of the drafter's cache."""
+        return self.room if self.decoder != "talon" else self.nodes * self.depth + 16

@@ -1,0 +1,307 @@
+"""Decoding kernels for a GPU (Triton): what a layer does between its matrix products, in a few launches for thirty.
+
+The attention is the shared two-part one: committed keys and the few new tokens' own, each program over a slice of the
+keys that the lengths on the device allow, merged by log-sum-exp. So the cost follows the true context, whatever the
+cache holds, and one captured step serves every length. `models.attention.attend` is the reference.
+
+B rows, T new tokens, R = B * T, N heads, K key-value heads, D head size, U uncommitted tokens, P splits.
+"""
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from models.attention import Heads
+from models.cache import KVCache
+
+PROGRAMS = 264  # two a multiprocessor of an H100
+LEAST_SLICE = 64  # keys a program
+
+
+@triton.jit
+def _add_norm(x, delta, gain, total, out, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    inside = at < size
+    value = tl.load(x + row * size + at, mask=inside, other=0.0)
+    if ADD:
+        value = value + tl.load(delta + row * size + at, mask=inside, other=0.0)
+        tl.store(total + row * size + at, value, mask=inside)
+    wide = value.to(tl.float32)
+    wide = wide * tl.rsqrt(tl.sum(wide * wide) / size + eps)
+    scaled = wide * tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + at, scaled.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gated(gate_up, out, size, BLOCK: tl.constexpr):
+    row, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    gate = tl.load(gate_up + row * 2 * size + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv, cos, sin, depths, lengths, q_gain, k_gain, queries, keys, values, eps, T, capacity, offset, depth, limit,
+    N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, PLACE: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0), tl.program_id(1)
+    b, t = row // T, row % T
+    d = tl.arange(0, D)
+    partner = (d + D // 2) % D
+    source = qkv + (row * (N + 2 * K) + head) * D
+    x = tl.load(source + d).to(tl.float32)
+    other = tl.load(source + partner).to(tl.float32)
+    if head < N + K:
+        if NORM:
+            scale = tl.rsqrt(tl.sum(x * x) / D + eps)
+            gain = q_gain
+            if head >= N:
+                gain = k_gain
+            x = x * scale * tl.load(gain + d).to(tl.float32)
+            other = other * scale * tl.load(gain + partner).to(tl.float32)
+        position = tl.load(lengths + b)
+        if PLACE == "each":
+            position += tl.load(depths + row)
+        elif PLACE == "line":
+            position += t
+        else:
+            position += depth
+        position = tl.minimum(position, limit)
+        other = tl.where(d < D // 2, -other, other)
+        x = x * tl.load(cos + position * D + d).to(tl.float32) + other * tl.load(sin + position * D + d).to(tl.float32)
+    slot = tl.minimum(tl.load(lengths + b) + offset + t, capacity - 1)
+    pair = (b * K + (head - N) % K).to(tl.int64)
+    if head < N:
+        tl.store(queries + (row * N + head) * D + d, x.to(queries.dtype.element_ty))
+    elif head < N + K:
+        tl.store(keys + (pair * capacity + slot) * D + d, x.to(keys.dtype.element_ty))
+    else:
+        tl.store(values + (pair * capacity + slot) * D + d, x.to(values.dtype.element_ty))
+
+
+@triton.jit
+def _attend_slice(
+    queries, keys, values, lengths, seen, partial, weight, scale, T, U, capacity, splits,
+    G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, TREE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    pair, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, kv = pair // K, pair % K
+    length = tl.load(lengths + b)
+    total = length + U
+    each = tl.cdiv(tl.cdiv(total, splits), BLOCK_N) * BLOCK_N
+    start = split * each
+    end = tl.minimum(start + each, total)
+    m, d, n = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, D), tl.arange(0, BLOCK_N)
+    t, g = m // G, m % G
+    real = m < T * G
+    q = tl.load(queries + ((b * T + t) * (K * G) + kv * G + g)[:, None] * D + d[None, :], mask=real[:, None], other=0.0)
+    best = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    mass = tl.zeros([BLOCK_M], tl.float32)
+    out = tl.zeros([BLOCK_M, D], tl.float32)
+    base = pair.to(tl.int64) * capacity * D
+    for first in range(start, end, BLOCK_N):
+        slot = first + n
+        k = tl.load(keys + base + slot[:, None] * D + d[None, :], mask=(slot < end)[:, None], other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        behind = slot - length  # among the uncommitted tokens where not negative
+        visible = (slot < end)[None, :] & real[:, None]
+        if first + BLOCK_N > length:
+            if TREE:
+                own = (behind >= 0)[None, :] & visible
+                sees = tl.load(seen + (b * T + t)[:, None] * U + behind[None, :], mask=own, other=1)
+                visible = visible & (sees != 0)
+            else:
+                visible = visible & (behind[None, :] <= t[:, None])
+        score = tl.where(visible, score, float("-inf"))
+        peak = tl.maximum(best, tl.max(score, 1))
+        safe = tl.where(peak == float("-inf"), 0.0, peak)
+        p = tl.exp(score - safe[:, None])
+        fade = tl.exp(best - safe)
+        v = tl.load(values + base + slot[:, None] * D + d[None, :], mask=(slot < end)[:, None], other=0.0)
+        mass = mass * fade + tl.sum(p, 1)
+        out = out * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        best = peak
+    row = (pair * splits + split) * (T * G) + m
+    tl.store(partial + row[:, None] * D + d[None, :], out / tl.where(mass > 0, mass, 1.0)[:, None], mask=real[:, None])
+    tl.store(weight + row, tl.where(mass > 0, best + tl.log(mass), float("-inf")), mask=real)
+
+
+@triton.jit
+def _merge(partial, weight, out, T, splits, G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr):
+    pair, m = tl.program_id(0), tl.program_id(1)
+    b, kv, t, g = pair // K, pair % K, m // G, m % G
+    s, d = tl.arange(0, SPLITS), tl.arange(0, D)
+    row = (pair * splits + s) * (T * G) + m
+    lse = tl.load(weight + row, mask=s < splits, other=float("-inf"))
+    share = tl.exp(lse - tl.max(lse))
+    parts = tl.load(partial + row[:, None] * D + d[None, :], mask=(s < splits)[:, None], other=0.0)
+    mixed = tl.sum(parts * share[:, None], 0) / tl.sum(share)
+    tl.store(out + ((b * T + t) * (K * G) + kv * G + g) * D + d, mixed.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _top_of_chunk(logits, values, indices, peaks, masses, V, chunks, k: tl.constexpr, BLOCK: tl.constexpr):
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row.to(tl.int64) * V + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    peak = tl.max(x, 0)
+    tl.store(peaks + row * chunks + chunk, peak)
+    tl.store(masses + row * chunks + chunk, tl.sum(tl.exp(x - peak), 0))
+    for i in tl.static_range(k):
+        value, index = tl.max(x, 0, return_indices=True)  # of equal ones the first
+        tl.store(values + (row * chunks + chunk) * k + i, value)
+        tl.store(indices + (row * chunks + chunk) * k + i, chunk * BLOCK + index)
+        x = tl.where(at == chunk * BLOCK + index, float("-inf"), x)
+
+
+@triton.jit
+def _top_of_chunks(
+    values, indices, peaks, masses, best, chosen, total, chunks, k: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, at, c = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, CHUNKS)
+    peak = tl.load(peaks + row * chunks + c, mask=c < chunks, other=float("-inf"))
+    mass = tl.load(masses + row * chunks + c, mask=c < chunks, other=0.0)
+    highest = tl.max(peak, 0)
+    tl.store(total + row, highest + tl.log(tl.sum(mass * tl.exp(peak - highest), 0)))
+    x = tl.load(values + row * chunks * k + at, mask=at < chunks * k, other=float("-inf"))
+    for i in tl.static_range(k):
+        value, index = tl.max(x, 0, return_indices=True)
+        tl.store(best + row * k + i, value)
+        tl.store(chosen + row * k + i, tl.load(indices + row * chunks * k + index))
+        x = tl.where(at == index, float("-inf"), x)
+
+
+@triton.jit
+def _expand(
+    best, total, chosen, d2t, scores, index, stage, seen, tokens, parents, grown, next_tokens, next_scores, next_index,
+    next_above, next_seen, U, first, ungated, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_U: tl.constexpr,
+):  # fmt: skip
+    b, at = tl.program_id(0), tl.arange(0, BLOCK)
+    inside, above = at < K * K, at // K
+    wide = b * K * K + at
+    draft = tl.load(chosen + wide, mask=inside, other=0)
+    token = draft + tl.load(d2t + draft, mask=inside, other=0)
+    score = tl.load(scores + b * K + above, mask=inside, other=0.0) + tl.load(best + wide, mask=inside, other=0.0)
+    score = score - tl.load(total + b * K + above, mask=inside, other=0.0)
+    score = tl.where(tl.load(stage + b) == ungated, score, float("-inf"))
+    tl.store(tokens + wide, token, mask=inside)
+    tl.store(parents + wide, tl.load(index + b * K + above, mask=inside, other=0) + 1, mask=inside)
+    tl.store(grown + wide, score, mask=inside)
+    left = tl.where(inside, score, float("-inf"))
+    free = inside.to(tl.int32)  # not chosen yet: the rows that a gate stopped hold nothing but -inf
+    u = tl.arange(0, BLOCK_U)
+    for i in tl.static_range(K):
+        peak = tl.max(left, 0)
+        place = tl.min(tl.where((left == peak) & (free > 0), at, K * K - 1), 0)  # of equal ones the first
+        tl.store(next_tokens + b * K + i, tl.sum(tl.where(at == place, token, 0), 0))
+        tl.store(next_scores + b * K + i, peak)
+        tl.store(next_index + b * K + i, first + place)
+        tl.store(next_above + b * K + i, place // K)
+        line = tl.load(seen + (b * K + place // K) * U + u, mask=u < U, other=0)
+        line = tl.where(u < U, line, (u == U + i).to(line.dtype))
+        tl.store(next_seen + (b * K + i) * (U + K) + u, line, mask=u < U + K)
+        left = tl.where(at == place, float("-inf"), left)
+        free = tl.where(at == place, 0, free)
+
+
+def expand(
+    logits_BkV: Tensor, d2t: Tensor, scores_Bk: Tensor, index_Bk: Tensor, stage_B: Tensor, seen_BkU: Tensor, first: int,
+    ungated: int,
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """One layer of EAGLE's dynamic tree: the k best children of each of the k frontier nodes, as (tokens, parents,
+    scores) [B, k*k]; and the next frontier: tokens, scores, candidate index, which node it hangs on [B, k], ancestors
+    [B, k, U + k] (uint8). Rows whose `stage` is not `ungated` score -inf."""
+    B, k, U = seen_BkU.shape
+    best, chosen, total = top(logits_BkV, k)
+    integers, seen = partial(logits_BkV.new_empty, dtype=torch.int64), seen_BkU.new_empty(B, k, U + k)
+    tokens, parents, grown = integers((B, k * k)), integers((B, k * k)), torch.empty_like(best).view(B, k * k)
+    next_tokens, next_index, above = integers((B, k)), integers((B, k)), integers((B, k))
+    next_scores = torch.empty_like(scores_Bk)
+    _expand[(B,)](
+        best, total, chosen, d2t, scores_Bk, index_Bk, stage_B, seen_BkU, tokens, parents, grown, next_tokens,
+        next_scores, next_index, above, seen, U, first, ungated, k, triton.next_power_of_2(k * k),
+        triton.next_power_of_2(U + k), num_warps=4,
+    )  # fmt: skip
+    return (tokens, parents, grown), (next_tokens, next_scores, next_index, above, seen)
+
+
+def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The k largest of each row, their indices (of equal ones the lower first) [..., k], and its log-sum-exp [...]."""
+    V, block = logits.shape[-1], 2048
+    shape, rows, chunks = logits.shape[:-1], logits.numel() // V, triton.cdiv(V, block)
+    wide, index = partial(logits.new_empty, dtype=torch.float32), partial(logits.new_empty, dtype=torch.int64)
+    values, indices = wide((rows, chunks, k)), index((rows, chunks, k))
+    peaks, masses = wide((rows, chunks)), wide((rows, chunks))
+    best, chosen, total = wide((*shape, k)), index((*shape, k)), wide(shape)
+    _top_of_chunk[(rows, chunks)](logits, values, indices, peaks, masses, V, chunks, k, block, num_warps=4)
+    widths = triton.next_power_of_2(chunks), triton.next_power_of_2(chunks * k)
+    _top_of_chunks[(rows,)](values, indices, peaks, masses, best, chosen, total, chunks, k, *widths, num_warps=4)
+    return best, chosen, total
+
+
+def attention(
+    qkv_BTX: Tensor,
+    rope: tuple[Tensor, Tensor],
+    depths: Tensor | int | None,
+    cache: KVCache,
+    layer: int,
+    heads: Heads,
+    ancestors_BTU: Tensor | None,
+) -> Tensor:
+    """Norm, rotate, store and attend -> [B, T, N*D].
+
+    `rope`: the tables of cosines and sines [positions, D]. The T tokens are the last of the U uncommitted ones of
+    `ancestors` (uint8), `depths` behind the committed ones ([B, T], or one for all); without either they are a line.
+    """
+    B, T, _ = qkv_BTX.shape
+    N, K, D = heads.queries, heads.keys, heads.size
+    U = T if ancestors_BTU is None else ancestors_BTU.shape[2]
+    keys, values, capacity = cache.keys[layer], cache.values[layer], cache.capacity
+    queries = qkv_BTX.new_empty(B, T, N * D)
+    none, place = qkv_BTX, "line" if depths is None else "all" if isinstance(depths, int) else "each"
+    q_gain, k_gain = (none if gain is None else gain for gain in (heads.q_gain, heads.k_gain))
+    _rotate_and_store[(B * T, N + 2 * K)](
+        qkv_BTX, *rope, depths if place == "each" else none, cache.lengths, q_gain, k_gain, queries, keys, values,
+        heads.eps, T, capacity, U - T,
+        depths if place == "all" else 0, len(rope[0]) - 1, N, K, D, heads.q_gain is not None, place, num_warps=1,
+    )  # fmt: skip
+    G = N // K
+    block_m = min(64, max(16, triton.next_power_of_2(T * G)))
+    tiles = triton.cdiv(T * G, block_m)
+    splits = max(1, min(32, triton.cdiv(PROGRAMS, B * K * tiles), triton.cdiv(capacity, LEAST_SLICE)))
+    parts = torch.empty(B * K, splits, T * G, D, dtype=torch.float32, device=qkv_BTX.device)
+    weight = torch.empty(B * K, splits, T * G, dtype=torch.float32, device=qkv_BTX.device)
+    seen = none if ancestors_BTU is None else ancestors_BTU
+    _attend_slice[(B * K, tiles, splits)](
+        queries, keys, values, cache.lengths, seen, parts, weight, heads.scale, T, U, capacity, splits,
+        G, K, D, ancestors_BTU is not None, block_m, 32 if D > 128 else 64, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    out = torch.empty_like(queries)
+    _merge[(B * K, T * G)](parts, weight, out, T, splits, G, K, D, triton.next_power_of_2(splits), num_warps=2)
+    return out
+
+
+def add_norm(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + delta, its RMS norm times `gain`) [..., H]; without `delta` x itself."""
+    size = x.shape[-1]
+    total, out = x if delta is None else torch.empty_like(x), torch.empty_like(x)
+    block = triton.next_power_of_2(size)
+    _add_norm[(x.numel() // size,)](
+        x, x if delta is None else delta, gain, total, out, size, eps, delta is not None, block,
+        num_warps=max(1, min(8, block // 256)),
+    )  # fmt: skip
+    return total, out
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [..., 2I] -> [..., I]."""
+    size = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], size)
+    _gated[(gate_up.numel() // (2 * size), triton.cdiv(size, 1024))](gate_up, out, size, 1024, num_warps=4)
+    return out

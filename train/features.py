@@ -1,0 +1,64 @@
+"""What the frozen target says about a packed micro-batch: the inputs of a drafter, and what its teacher knows.
+
+T tokens, m positions that teach some slot, H hidden, C features.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from models.attention import Documents
+from models.target import States, Target
+
+CHUNK = 2**25  # logits (float32) held at once where a pass over a vocabulary is cut into chunks of rows
+
+
+class Features(NamedTuple):
+    taps_TC: Tensor
+    final_mH: Tensor  # final normed states of the teaching positions
+    best_m: Tensor  # the target's arg-max there, in its own vocabulary
+
+
+def teacher_best(target: Target, final_nH: Tensor) -> Tensor:
+    """The target's arg-max over its full vocabulary [n], a chunk of rows at a time: [n, V] never exists."""
+    rows = max(1, CHUNK // target.vocab_size)
+    best = [target.logits(part).argmax(-1) for part in final_nH.split(rows) if len(part)]
+    return torch.cat([final_nH.new_empty(0, dtype=torch.int64), *best])
+
+
+class Teacher:
+    """Features of micro-batches: of a packed row at once, or of each document alone where they are to be kept.
+
+    Alone, a document's features do not depend on its neighbours, so whether they were kept over the epochs (first come
+    first kept, up to `keep_bytes`) or are computed again changes no bit.
+    """
+
+    def __init__(self, target: Target, keep_bytes: int = 0) -> None:
+        self.target, self.keeps, self.room = target, keep_bytes > 0, keep_bytes
+        self.kept: dict[tuple[bytes, bytes], Features] = {}
+
+    @torch.no_grad()
+    def features(self, ids_T: Tensor, teaches_T: Tensor, documents: Documents) -> Features:
+        """`ids` and `teaches` (the positions that teach some slot) are on the host."""
+        if not self.keeps:
+            ids_T = ids_T.to(self.target.device, non_blocking=True)
+            return self._read(self.target.packed_features(ids_T, documents), teaches_T)
+        parts = [self._document(ids_T[span], teaches_T[span]) for span in documents.spans]
+        return Features(*(torch.cat(of_all) for of_all in zip(*parts, strict=True)))
+
+    def _document(self, ids_T: Tensor, teaches_T: Tensor) -> Features:
+        key = (ids_T.numpy().tobytes(), teaches_T.numpy().tobytes())
+        if key in self.kept:
+            return self.kept[key]
+        found = self._read(self.target.features(ids_T.unsqueeze(0).to(self.target.device)), teaches_T)
+        size = sum(t.nbytes for t in found)
+        if size <= self.room:
+            self.room -= size
+            self.kept[key] = found
+        return found
+
+    def _read(self, states: States, teaches_T: Tensor) -> Features:
+        teaching = teaches_T.nonzero().squeeze(-1).to(self.target.device, non_blocking=True)
+        final_mH = states.final_BTH[0].index_select(0, teaching)
+        return Features(states.taps_BTC[0], final_mH, teacher_best(self.target, final_mH))
