@@ -14,10 +14,12 @@ from torch import Tensor
 
 from eval.drafting import EagleDrafting
 from eval.matrix import WIDTH, SuccessorMatrix
+from eval.paths import Drawn
 from eval.proposing import Proposal, proposer
+from eval.rules import Rule, faults, guard, refuse, rule_of, verify
 from eval.settings import Settings
 from eval.tree import DraftTree
-from eval.verify import walk
+from eval.verify import Drafts, walk
 from models.cache import KVCache
 from models.capture import Steps
 from models.eagle3 import Eagle3
@@ -26,13 +28,15 @@ from models.target import Target, padded
 
 PREFILL_LOGITS = 512  # positions whose logits are formed at once
 ROUNDING = 256  # of capacities
+SAMPLED = 0x51ED0000  # between the seeds of what the target and what the drafter draws
 PHASES = ("prefill", "draft", "retrieve", "verify", "accept", "cache")
 
 
 @dataclass(frozen=True)
 class Facts:
     """What the host must know of a row's round: its tokens (accepted drafts, then the bonus), how many drafts were
-    accepted, the verified nodes, the gate stage, the merged nodes, the drafted depth, and who drafted each token."""
+    accepted, the verified nodes, the gate stage, the merged nodes, the drafted depth, who drafted each token, and which
+    of eval.rules.FAULTS its laws have."""
 
     said: list[int]
     accepted: int
@@ -41,13 +45,16 @@ class Facts:
     merged: int
     drafted: int
     sources: list[int]
+    faults: list[bool]
 
 
 def _facts(row: list[int], width: int) -> Facts:
-    """Read off what `Engine._accept` packed: five numbers, what was said and who drafted each node, `width` of each."""
+    """Read off what `Engine._accept` packed: five numbers, what was said and who drafted each node, `width` of each,
+    and the faults of its laws if they were looked at."""
     accepted, nodes, stage, merged, drafted = row[:5]
     sources = row[6 + width : 6 + width + accepted]  # the first one is the root's
-    return Facts(row[5 : 6 + accepted], accepted, nodes, stage, merged, drafted, sources)
+    faults = [number > 0 for number in row[5 + 2 * width :]]
+    return Facts(row[5 : 6 + accepted], accepted, nodes, stage, merged, drafted, sources, faults)
 
 
 class Clock:
@@ -107,7 +114,9 @@ class Engine:
         self.row_ids = torch.zeros_like(self.roots)
         self.alive = torch.ones(rows, dtype=torch.bool, device=device)
         self.index = torch.arange(rows, device=device)
-        self.proposer = proposer(settings, self.roots, self.fixed, drafting, target.vocab_size)
+        self.rule = rule_of(settings)
+        self.proposer = proposer(settings, self.roots, self.fixed, drafting, target.vocab_size, self.noise)
+        guard(self.rule, self.proposer.peeks)
         self.matrix = self.proposer.matrix
         self._waiting: tuple[Verified, Tensor, Tensor, list[int]] | None = None
 
@@ -118,6 +127,11 @@ class Engine:
             return logits_BV.argmax(-1)
         noise = uniforms(s.seed, self.row_ids, positions_B)
         return draw(law(logits_BV.double(), s.temperature, s.top_k, s.top_p), noise)
+
+    def noise(self, count: int) -> Tensor:
+        """Uniforms of this round [B, count], by (seed, row, position) as well, but apart from those of `choose`."""
+        places = self.cache.lengths.unsqueeze(1) * count + torch.arange(count, device=self.roots.device)
+        return uniforms(self.settings.seed + SAMPLED, self.row_ids.unsqueeze(1), places)
 
     @torch.no_grad()
     def prefill(self, prompts: list[list[int]], row_ids: list[int], matrix: SuccessorMatrix | None) -> list[int]:
@@ -191,6 +205,7 @@ class Engine:
         else:
             self._waiting = verified, path, said, counts
         found = [_facts(row, said.shape[1]) for row in read]
+        refuse([[] if over else fact.faults for fact, over in zip(found, done, strict=True)])
         self.proposer.hear([[] if over else fact.said for fact, over in zip(found, done, strict=True)])
         return found
 
@@ -223,7 +238,12 @@ class Engine:
                 return v.greedy[self.index, node_B]
             return self.choose(v.logits[self.index, node_B], start + depth)
 
-        path, accepted, bonus = walk(tree, choose)
+        found = []
+        if self.rule is not None and proposal.drawn is not None:
+            path, accepted, bonus, broken = self._judge(self.rule, proposal.drawn, v)
+            found = [broken]
+        else:
+            path, accepted, bonus = walk(tree, choose)
         if self.matrix is not None:
             remember(self.matrix, tree, path, v.logits, self.alive)
         said = tree.tokens.gather(1, path)  # root, then accepted drafts
@@ -231,7 +251,17 @@ class Engine:
         nodes = tree.valid.sum(1) - 1
         drafted = nodes if v.depths is None else (v.depths * tree.valid).amax(1)
         numbers = torch.stack([accepted, nodes, proposal.stage, proposal.merged, drafted], 1)
-        return path, said, torch.cat([numbers, said, tree.source.gather(1, path)], 1)
+        return path, said, torch.cat([numbers, said, tree.source.gather(1, path), *found], 1)
+
+    def _judge(self, rule: Rule, drawn: Drawn, v: Verified) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Path, accepted and bonus by a rule, and the faults of the laws [B, 5]."""
+        s = self.settings
+        if v.greedy is None:
+            target = law(v.logits, s.temperature, s.top_k, s.top_p)
+        else:
+            target = torch.zeros_like(v.logits, dtype=drawn.laws.dtype).scatter_(2, v.greedy.unsqueeze(2), 1.0)
+        drafts = Drafts(drawn.tokens, drawn.laws, target, drawn.coins)
+        return *verify(rule, drafts, drawn.ends), faults(drafts)
 
     def _commit(self, v: Verified, path: Tensor, said: Tensor, counts_B: Tensor, counts: list[int] | None) -> None:
         """Keep the accepted path in the target's cache; the last token said is the next root."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from eval.masses import Mix
 from eval.verify import Drafts, Stops
 
 HUGE = 700.0  # exp of it is finite; beyond such a ratio nothing of what is subtracted is left
@@ -187,9 +188,8 @@ def split(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
 
 def excess(drafts: Drafts, scale_BD: Tensor, minus_BD: Tensor) -> Tensor:
     """sum over tokens of (scale q - minus p)+ at each inner node of a single path [B, L]."""
-    L = drafts.length
-    scaled = drafts.target[:, :L] * scale_BD[:, :L].unsqueeze(2)
-    return scaled.addcmul_(drafts.draft[:, :L], -minus_BD[:, :L].unsqueeze(2)).clamp_(min=0.0).sum(2)
+    scale, minus = scale_BD[:, :-1], minus_BD[:, :-1]
+    return Mix(scale, minus).masses(drafts.target, drafts.draft, scale)
 
 
 def longest(weight_BD: Tensor, left_BL: Tensor) -> Tensor:
@@ -207,6 +207,6 @@ def residual(drafts: Drafts, scale_BD: Tensor, minus_BD: Tensor) -> Callable[[Te
     def after(node_B: Tensor) -> Tensor:
         q, p = drafts.rows(node_B)
         place = node_B.unsqueeze(1)
-        return (q * scale_BD.gather(1, place) - p * minus_BD.gather(1, place)).clamp(min=0.0)
+        return Mix(scale_BD.gather(1, place).squeeze(1), minus_BD.gather(1, place).squeeze(1)).of(q, p)
 
     return after

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from eval.masses import Mix
 from eval.rules_tree import along, on_nodes, repeated
 from eval.verify import Drafts, Stops
 
@@ -61,7 +62,6 @@ def promotion(drafts: Drafts) -> Promotion:
     """Solve for the mean promotion of every node at which paths may part, and toss the coins."""
     paths = on_nodes(drafts, drafts.counts[..., :-1]).double()
     several = paths > 1
-    q, p = drafts.target[:, : paths.shape[1]], drafts.draft[:, : paths.shape[1]]
 
     def slope(mean_BM: Tensor) -> tuple[Tensor, Tensor]:
         high, low = multipliers(mean_BM, paths)
@@ -69,8 +69,7 @@ def promotion(drafts: Drafts) -> Promotion:
         return gain, gain * low
 
     def promote(gain: Tensor, cost: Tensor) -> Tensor:
-        shares = Promotion.share(q, p, gain.unsqueeze(2).to(q.dtype), cost.unsqueeze(2).to(q.dtype))
-        return shares.sum(2, dtype=torch.float64).clamp(max=1.0)
+        return Mix(up=-1.0, gain=gain, cost=cost).masses(drafts.target, drafts.draft, gain).clamp(max=1.0)
 
     # regula falsi; to halve the older end's value keeps it from creeping
     low, high, mean = torch.zeros_like(paths), torch.ones_like(paths), torch.full_like(paths, 1 / 3)
@@ -185,12 +184,6 @@ def capped_from(log_ratio_BL: Tensor, fork_B1: Tensor, weight_B1: Tensor) -> Ten
     return (total - caps.cummax(1).values).clamp(max=0.0).exp()
 
 
-def left_over(q: Tensor, p: Tensor, gain: Tensor, cost: Tensor, weight: Tensor, up: Tensor, rest: Tensor) -> Tensor:
-    """(weight q - up pa - rest (p - pa))+ of rows [..., V], the other arguments one a row."""
-    gain, cost, weight, up, rest = (x.unsqueeze(-1).to(q.dtype) for x in (gain, cost, weight, up, rest))
-    return (q * weight - p * rest - Promotion.share(q, p, gain, cost) * (up - rest)).clamp(min=0.0)
-
-
 def next_sibling(drafts: Drafts, promo: Promotion, walk: Walk, state_BLC: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The node where path k leaves the path before it, after the rejection of that one's child [B, 9], and the weight
     of path k's [B, 1]."""
@@ -202,8 +195,7 @@ def next_sibling(drafts: Drafts, promo: Promotion, walk: Walk, state_BLC: Tensor
     gone_up, gone = gone_up + factor * next_up, gone + factor * following
     left_up, left = left_up - walk.up[:, k - 1].gather(1, at), left - walk.rest[:, k - 1].gather(1, at)
     gain, cost = promo.gain.gather(1, node), promo.cost.gather(1, node)
-    q, p = drafts.rows(node.squeeze(1))
-    due = left_over(q.unsqueeze(1), p.unsqueeze(1), gain, cost, entered, gone_up, gone).sum(2) / factor
+    due = Mix(entered, gone, gone_up - gone, gain, cost).masses(drafts.target, drafts.draft, entered, node) / factor
     rejected = (due + 1 - weight).clamp(min=TINY)
     factor = (factor * rejected).clamp(min=TINY)
     flagged = walk.flagged[:, k].gather(1, at)
@@ -228,8 +220,8 @@ def ends(drafts: Drafts, promo: Promotion, walk: Walk, state_BKLC: Tensor, leave
     place = torch.where(last[..., :-1], walk.nodes[..., :-1], M).flatten(1)
     nodes = final.new_zeros(B, M + 1, 5).scatter(1, place.unsqueeze(2).expand(-1, -1, 5), final.flatten(1, 2))[:, :M]
     entered, weight, gone_up, gone, factor = nodes.unbind(2)
-    q, p = drafts.target[:, :M], drafts.draft[:, :M]
-    due = left_over(q, p, promo.gain, promo.cost, entered, gone_up, gone).sum(2, dtype=torch.float64) / factor
+    mix = (entered, gone, gone_up - gone, promo.gain, promo.cost)
+    due = Mix(*mix).masses(drafts.target, drafts.draft, entered) / factor
     weight = (due / (due + 1 - weight).clamp(min=TINY)).clamp(max=1.0)
     accept = torch.cat([weight.gather(1, walk.nodes[..., :-1].flatten(1)).view(B, K, L), leaves_BK.unsqueeze(2)], 2)
     accept = torch.where(depth == 0, 1.0, accept) * last
@@ -241,8 +233,7 @@ def ends(drafts: Drafts, promo: Promotion, walk: Walk, state_BKLC: Tensor, leave
     def after(node_B: Tensor) -> Tensor:
         q, p = drafts.rows(node_B)
         inner = node_B.unsqueeze(1).clamp(max=M - 1)
-        columns = (x.gather(1, inner).squeeze(1) for x in (promo.gain, promo.cost, entered, gone_up, gone))
-        leaf = (node_B >= M).unsqueeze(1)
-        return torch.where(leaf, q, left_over(q, p, *columns))
+        left = Mix(*(x.gather(1, inner).squeeze(1) for x in mix)).of(q, p)
+        return torch.where((node_B >= M).unsqueeze(1), q, left)
 
     return Stops(law, after)

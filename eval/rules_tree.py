@@ -6,6 +6,7 @@ Target law q, draft law p, B rows, K paths, L drafted tokens, N nodes, M inner o
 import torch
 from torch import Tensor
 
+from eval.masses import Mix
 from eval.verify import Drafts, Stops
 
 SOLVE = 6  # bisection steps for SpecTr's factor; whatever they end on is exact, and more of them accept a little more
@@ -42,11 +43,10 @@ def k_sequential(drafts: Drafts) -> Stops:
     the least such rho accepts most.
     """
     paths = on_nodes(drafts, drafts.counts[..., :-1]).clamp(min=1).double()
-    q, p = drafts.target[:, : paths.shape[1]], drafts.draft[:, : paths.shape[1]]
 
     def kappa(rho_BM: Tensor) -> Tensor:
-        beta = torch.minimum(q / rho_BM.unsqueeze(2).to(q.dtype), p).sum(2, dtype=torch.float64).clamp(max=1.0)
-        return repeated(beta, paths)
+        beta = Mix(up=-1.0, gain=1 / rho_BM).masses(drafts.target, drafts.draft, rho_BM)
+        return repeated(beta.clamp(max=1.0), paths)
 
     low, rho = torch.ones_like(paths), paths
     for _ in range(SOLVE):
