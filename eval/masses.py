@@ -1,47 +1,37 @@
-"""Sums over the vocabulary of what two laws leave: all that the rules ask of whole laws until a round has ended.
+"""What two laws leave of each other, and its sum over the vocabulary: all that the rules ask of whole laws.
 
-B rows, R nodes of each, N and M as in eval.verify.Drafts, V vocabulary. Coefficients are float64, one a node, or
-numbers.
+A *mix* is a few numbers a node, float64: of a target q beside a draft p, (weight q - minus p)+ with two columns; with
+five (weight q - minus p - up share)+, where the share min(p, (gain q - cost p)+) is a part of p.
+B rows, R nodes of each, N and M as in eval.verify.Drafts, V vocabulary, C columns.
 """
-
-from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class Mix:
-    """What is left of a target q beside a draft p: (weight q - minus p - up share)+, where the share min(p, (gain q -
-    cost p)+) is a part of p. With all but `up` = -1, gain and cost at 0 it is the share."""
+def mix(weight: Tensor, minus: Tensor, *share: Tensor) -> Tensor:
+    """[..., C]; `share` is up, gain and cost."""
+    return torch.stack([weight, minus, *share], -1)
 
-    weight: Tensor | float = 0.0
-    minus: Tensor | float = 0.0
-    up: Tensor | float = 0.0
-    gain: Tensor | float = 0.0
-    cost: Tensor | float = 0.0
 
-    def of(self, q: Tensor, p: Tensor) -> Tensor:
-        """What is left [..., V] float64; coefficients have one dimension less."""
-        weight, minus, up, gain, cost = (
-            x.unsqueeze(-1) if isinstance(x, Tensor) else x for x in (getattr(self, f.name) for f in fields(self))
-        )
-        q, p = q.double(), p.double()
-        left = q * weight - p * minus
-        if isinstance(up, Tensor) or up:
-            left = left - (q * gain - p * cost).clamp_(min=0.0).minimum(p).mul_(up)
-        return left.clamp_(min=0.0)
+def left(q: Tensor, p: Tensor, mix_C: Tensor) -> Tensor:
+    """What is left of laws [..., V], float64; the mix has [..., C]."""
+    q, p, columns = q.double(), p.double(), mix_C.unsqueeze(-2).unbind(-1)
+    found = q * columns[0] - p * columns[1]
+    if len(columns) > 2:
+        up, gain, cost = columns[2:]
+        found -= (q * gain - p * cost).clamp_(min=0.0).minimum(p).mul_(up)
+    return found.clamp_(min=0.0)
 
-    def masses(self, q_BNV: Tensor, p_BMV: Tensor, like_BR: Tensor, rows_BR: Tensor | None = None) -> Tensor:
-        """The sum of what is left at the nodes `rows` (without them the first R) [B, R], of the shape of `like`."""
-        if q_BNV.is_cuda:
-            from eval import kernels
 
-            parts = [getattr(self, f.name) for f in fields(self)]
-            filled = [x.expand_as(like_BR) if isinstance(x, Tensor) else torch.full_like(like_BR, x) for x in parts]
-            return kernels.masses(q_BNV, p_BMV, rows_BR, torch.stack(filled, 2).unsqueeze(2)).squeeze(2)
-        if rows_BR is None:
-            R = like_BR.shape[1]
-            return self.of(q_BNV[:, :R], p_BMV[:, :R]).sum(2)
-        index = rows_BR.unsqueeze(2).expand(-1, -1, q_BNV.shape[2])
-        return self.of(q_BNV.gather(1, index), p_BMV.gather(1, index)).sum(2)
+def masses(q_BNV: Tensor, p_BMV: Tensor, mix_BRC: Tensor, rows_BR: Tensor | None = None) -> Tensor:
+    """The sum of what is left at the nodes `rows`, or at the first R of them [B, R]."""
+    if q_BNV.is_cuda:
+        from eval import kernels
+
+        return kernels.parts(q_BNV, p_BMV, mix_BRC, rows_BR).sum(2)
+    if rows_BR is None:
+        R = mix_BRC.shape[1]
+        return left(q_BNV[:, :R], p_BMV[:, :R], mix_BRC).sum(2)
+    index = rows_BR.unsqueeze(2).expand(-1, -1, q_BNV.shape[2])
+    return left(q_BNV.gather(1, index), p_BMV.gather(1, index), mix_BRC).sum(2)

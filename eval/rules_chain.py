@@ -5,14 +5,13 @@ longest prefix that passes, and the token that follows has the law (scale q - mi
 Ratios along a path are logarithms; sums over the vocabulary, and everything made of them, are float64.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from eval.masses import Mix
-from eval.verify import Drafts, Stops
+from eval.masses import masses, mix
+from eval.verify import Drafts, Stops, mixed
 
 HUGE = 700.0  # exp of it is finite; beyond such a ratio nothing of what is subtracted is left
 
@@ -23,7 +22,8 @@ def token(drafts: Drafts) -> Stops:
     accept = (drafts.q[:, 0] / drafts.p[:, 0]).clamp(max=1.0)
     one = torch.ones_like(accept[:, :1])
     law = torch.cat([one, accept.cumprod(1)], 1) * torch.cat([1 - accept, one], 1)
-    return Stops(law, residual(drafts, torch.ones_like(law), torch.ones_like(law)))
+    ones = torch.ones_like(law)
+    return mixed(drafts, law, mix(ones, ones))
 
 
 def block(drafts: Drafts) -> Stops:
@@ -33,8 +33,8 @@ def block(drafts: Drafts) -> Stops:
     prefix passes with A_i / (A_i + 1 - r_i), the whole block with r_L.
     """
     weight = capped(log_ratios(drafts))
-    left = excess(drafts, weight, torch.ones_like(weight))
-    return Stops(longest(weight, left), residual(drafts, weight, torch.ones_like(weight)))
+    table = mix(weight, torch.ones_like(weight))
+    return mixed(drafts, longest(weight, excess(drafts, table)), table)
 
 
 def greedy_block(drafts: Drafts) -> Stops:
@@ -44,8 +44,8 @@ def greedy_block(drafts: Drafts) -> Stops:
     L - stop - 1 tokens after this round's: `changed` and `owed`.
     """
     scale, minus = split(joint(log_ratios(drafts)))
-    left = excess(drafts, scale, minus)
-    return Stops(longest(scale, left), residual(drafts, scale, minus))
+    table = mix(scale, minus)
+    return mixed(drafts, longest(scale, excess(drafts, table)), table)
 
 
 @dataclass(frozen=True)
@@ -104,17 +104,42 @@ def multipath(drafts: Drafts) -> Stops:
     the draft law becomes the law of the kept path. With x the draft's mass of a prefix and A that of the prefixes of
     its length that rank below it, it is kept with (A + x)^K - A^K; A and x are carried as shares of A + x.
     """
-    K = drafts.paths
-    path = highest(drafts)
+    bits = (drafts.length * len(drafts.tokens) - 1).bit_length() if drafts.tokens.is_cuda else 0
+    path = highest(drafts, bits)
     node = drafts.nodes.gather(1, path.view(-1, 1, 1).expand(-1, 1, drafts.length + 1)).squeeze(1)
     pick = path.view(-1, 1, 1).expand(-1, 1, drafts.length)
-    token = drafts.tokens.gather(1, pick).squeeze(1)
+    token, q, p = (x.gather(1, pick).squeeze(1) for x in (drafts.tokens, drafts.q, drafts.p))
     index = node[:, :-1].unsqueeze(2).expand(-1, -1, drafts.target.shape[2])
-    q, p = drafts.target.gather(1, index), drafts.draft.gather(1, index)
-    order = (q / p).sort(dim=2, stable=True).indices  # where p = 0 the place does not matter: nothing is drawn there
-    q, p = q.gather(2, order), p.gather(2, order).double()
-    upto = running_sum(p)
-    seat = (order == token.unsqueeze(2)).to(torch.uint8).argmax(2, keepdim=True)
+    ratio = drafts.target.gather(1, index) / drafts.draft.gather(1, index)
+    if drafts.tokens.is_cuda:
+        from eval import kernels_rank
+
+        rows = torch.arange(ratio.shape[0] * ratio.shape[1], dtype=torch.int32, device=ratio.device) << (31 - bits)
+        order = (ranked(ratio, bits) | rows.view(*ratio.shape[:2], 1)).flatten().sort(stable=True).indices
+        laws = (drafts.target, drafts.draft)
+        kept, weight, left = kernels_rank.kept_law(*laws, node[:, :-1], token, p, q, order, drafts.paths)
+    else:
+        kept, weight, left = kept_law(drafts, index, token, q, ratio)
+    law = torch.zeros_like(drafts.target[..., 0], dtype=torch.float64).scatter(1, node, longest(weight, left))
+
+    def after(node_B: Tensor) -> Tensor:
+        depth = drafts.place(node_B)[0].unsqueeze(1)
+        row = depth.clamp(max=drafts.length - 1).unsqueeze(2).expand(-1, 1, kept.shape[2])
+        minus = kept.gather(1, row).squeeze(1) * (depth < drafts.length)
+        return (drafts.target_row(node_B) * weight.gather(1, depth) - minus).clamp(min=0.0)
+
+    return Stops(law, after)
+
+
+def kept_law(
+    drafts: Drafts, index_BLV: Tensor, token_BL: Tensor, q_BL: Tensor, ratio_BLV: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The law of the kept path's tokens [B, L, V], the weights of its prefixes [B, L + 1], and what is left of the
+    target beside it at each [B, L]. Where p = 0 a token's rank does not matter: it is not drawn there."""
+    K, order = drafts.paths, ratio_BLV.sort(dim=2, stable=True).indices
+    q, p = (laws.gather(1, index_BLV).gather(2, order).double() for laws in (drafts.target, drafts.draft))
+    upto = p.cumsum(2)
+    seat = (order == token_BL.unsqueeze(2)).to(torch.uint8).argmax(2, keepdim=True)
     p_path, below = p.gather(2, seat).squeeze(2), (upto - p).gather(2, seat).squeeze(2)
     mass = torch.cat([torch.ones_like(p_path[:, :1]), p_path.cumprod(1)[:, :-1]], 1)
     under = (mass * below).cumsum(1) - mass * below  # A: a prefix ranks below if its last tokens do
@@ -122,27 +147,24 @@ def multipath(drafts: Drafts) -> Stops:
     under, mass = (under / whole).unsqueeze(2), (mass / whole).unsqueeze(2)
     chances = powers(under + mass * upto, under + mass * (upto - p), K) / powers(torch.ones_like(under), under, K)
     kept = p * chances
-    kept_path = kept.gather(2, seat).squeeze(2)
-    weight = capped(drafts.q.gather(1, pick).squeeze(1).log() - kept_path.log())
+    weight = capped(q_BL.log() - kept.gather(2, seat).squeeze(2).log())
     left = (q * weight[:, :-1].unsqueeze(2) - kept).clamp_(min=0.0).sum(2)
-    law = torch.zeros_like(drafts.target[..., 0], dtype=torch.float64).scatter(1, node, longest(weight, left))
-
-    def after(node_B: Tensor) -> Tensor:
-        depth = drafts.place(node_B)[0].unsqueeze(1)
-        row = depth.clamp(max=drafts.length - 1).unsqueeze(2).expand(-1, 1, order.shape[2])
-        minus = torch.zeros_like(kept[:, 0]).scatter(1, order.gather(1, row).squeeze(1), kept.gather(1, row).squeeze(1))
-        minus = minus * (depth < drafts.length)
-        return (drafts.rows(node_B)[0] * weight.gather(1, depth) - minus).clamp(min=0.0)
-
-    return Stops(law, after)
+    return torch.empty_like(kept).scatter_(2, order, kept), weight, left
 
 
-def highest(drafts: Drafts) -> Tensor:
+def ranked(ratio: Tensor, bits: int) -> Tensor:
+    """What tokens are ranked by: the ratio or, where its place is to be shared with `bits` of something else, the first
+    of its bits, since every order is exact that does not look at what was drawn. Fits into 31 - bits."""
+    return ratio.float().view(torch.int32) >> bits if bits else ratio
+
+
+def highest(drafts: Drafts, bits: int) -> Tensor:
     """The path [B] whose tokens rank highest, by q/p and then by id, the first difference deciding."""
     ratio = drafts.q.to(drafts.target.dtype) / drafts.p.to(drafts.target.dtype)  # to the bit what the sort sees
+    rank = ranked(ratio, bits)
     agree = drafts.alike[..., 1:].sum(3)
     at = agree.clamp(max=drafts.length - 1)
-    mine, other = ratio.gather(2, at), ratio.gather(2, at).transpose(1, 2)
+    mine, other = rank.gather(2, at), rank.gather(2, at).transpose(1, 2)
     mine_id, other_id = drafts.tokens.gather(2, at), drafts.tokens.gather(2, at).transpose(1, 2)
     beaten = (other > mine) | ((other == mine) & (other_id > mine_id))
     return (~(beaten & (agree < drafts.length)).any(2)).to(torch.uint8).argmax(1)
@@ -155,14 +177,6 @@ def powers(high: Tensor, low: Tensor, K: int) -> Tensor:
         total = torch.addcmul(power.expand_as(total), total, high)
         power = power * low
     return total
-
-
-def running_sum(x: Tensor, chunk: int = 512) -> Tensor:
-    """cumsum of the last dimension, in two levels: a GPU gives a long row to one block of threads."""
-    V = x.shape[-1]
-    parts = torch.nn.functional.pad(x, (0, -V % chunk)).unflatten(-1, (-1, chunk)).cumsum(-1)
-    ends = parts[..., -1].cumsum(-1) - parts[..., -1]
-    return (parts + ends.unsqueeze(-1)).flatten(-2)[..., :V]
 
 
 def log_ratios(drafts: Drafts) -> Tensor:
@@ -186,10 +200,9 @@ def split(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
     return log_ratio.clamp(max=0.0).exp(), (-log_ratio.clamp(min=0.0)).exp()
 
 
-def excess(drafts: Drafts, scale_BD: Tensor, minus_BD: Tensor) -> Tensor:
-    """sum over tokens of (scale q - minus p)+ at each inner node of a single path [B, L]."""
-    scale, minus = scale_BD[:, :-1], minus_BD[:, :-1]
-    return Mix(scale, minus).masses(drafts.target, drafts.draft, scale)
+def excess(drafts: Drafts, mix_BDC: Tensor) -> Tensor:
+    """What is left of the target at each inner node of a single path [B, L]."""
+    return masses(drafts.target, drafts.draft, mix_BDC[:, :-1])
 
 
 def longest(weight_BD: Tensor, left_BL: Tensor) -> Tensor:
@@ -199,14 +212,3 @@ def longest(weight_BD: Tensor, left_BL: Tensor) -> Tensor:
     passes = torch.cat([passes, weight_BD[:, -1:]], 1)
     fails = torch.cat([1 - passes[:, 1:], torch.ones_like(passes[:, :1])], 1)
     return passes * fails.flip(1).cumprod(1).flip(1)
-
-
-def residual(drafts: Drafts, scale_BD: Tensor, minus_BD: Tensor) -> Callable[[Tensor], Tensor]:
-    """The law after a node of a single path, (scale q - minus p)+."""
-
-    def after(node_B: Tensor) -> Tensor:
-        q, p = drafts.rows(node_B)
-        place = node_B.unsqueeze(1)
-        return Mix(scale_BD.gather(1, place).squeeze(1), minus_BD.gather(1, place).squeeze(1)).of(q, p)
-
-    return after

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eval.masses import Mix
+from eval.masses import masses, mix
 from eval.rules_tree import along, on_nodes, repeated
-from eval.verify import Drafts, Stops
+from eval.verify import Drafts, Stops, mixed
 
 SOLVE = 4  # steps for the share of promoted tokens; whatever they end on is exact
 TINY = 1e-300
@@ -27,6 +27,8 @@ FLOOR = -1e4  # of logarithms: exp of it is 0, and sums of them stay finite
 
 def traversal(drafts: Drafts) -> Stops:
     """Traversal verification (arXiv 2505.12398): siblings in the order in which the paths came by them."""
+    if drafts.tokens.is_cuda:
+        return by_kernels(drafts, promote=False)
     zeros = torch.zeros_like(drafts.target[:, : 1 + (drafts.length - 1) * drafts.paths, 0], dtype=torch.float64)
     return traverse(drafts, Promotion(zeros, zeros, zeros, torch.zeros_like(drafts.own)))
 
@@ -39,7 +41,16 @@ def promoted(drafts: Drafts) -> Stops:
     the first child has the law p(x) (a(x) C + (1 - a(x)) c), C = (1 - (1 - a)^m) / a, c = (1 - a)^(m - 1). It is
     exactly q wherever c <= q/p <= C if a(x) = (q/p - c) / (C - c), which is the choice here.
     """
-    return traverse(drafts, promotion(drafts))
+    return by_kernels(drafts, promote=True) if drafts.tokens.is_cuda else traverse(drafts, promotion(drafts))
+
+
+def by_kernels(drafts: Drafts, promote: bool) -> Stops:
+    """The same two on a GPU."""
+    from eval import kernels_tree
+
+    laws, o = (drafts.target, drafts.draft), drafts.outline
+    promo = kernels_tree.promote(*laws, o.counts, o.first, SOLVE) if promote else None
+    return mixed(drafts, *kernels_tree.traverse(*laws, drafts.coins, (o.alike, o.counts, o.nodes, o.p, o.q), promo))
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,8 @@ def promotion(drafts: Drafts) -> Promotion:
         return gain, gain * low
 
     def promote(gain: Tensor, cost: Tensor) -> Tensor:
-        return Mix(up=-1.0, gain=gain, cost=cost).masses(drafts.target, drafts.draft, gain).clamp(max=1.0)
+        zero = torch.zeros_like(gain)
+        return masses(drafts.target, drafts.draft, mix(zero, zero, zero - 1, gain, cost)).clamp(max=1.0)
 
     # regula falsi; to halve the older end's value keeps it from creeping
     low, high, mean = torch.zeros_like(paths), torch.ones_like(paths), torch.full_like(paths, 1 / 3)
@@ -195,7 +207,7 @@ def next_sibling(drafts: Drafts, promo: Promotion, walk: Walk, state_BLC: Tensor
     gone_up, gone = gone_up + factor * next_up, gone + factor * following
     left_up, left = left_up - walk.up[:, k - 1].gather(1, at), left - walk.rest[:, k - 1].gather(1, at)
     gain, cost = promo.gain.gather(1, node), promo.cost.gather(1, node)
-    due = Mix(entered, gone, gone_up - gone, gain, cost).masses(drafts.target, drafts.draft, entered, node) / factor
+    due = masses(drafts.target, drafts.draft, mix(entered, gone, gone_up - gone, gain, cost), node) / factor
     rejected = (due + 1 - weight).clamp(min=TINY)
     factor = (factor * rejected).clamp(min=TINY)
     flagged = walk.flagged[:, k].gather(1, at)
@@ -220,8 +232,8 @@ def ends(drafts: Drafts, promo: Promotion, walk: Walk, state_BKLC: Tensor, leave
     place = torch.where(last[..., :-1], walk.nodes[..., :-1], M).flatten(1)
     nodes = final.new_zeros(B, M + 1, 5).scatter(1, place.unsqueeze(2).expand(-1, -1, 5), final.flatten(1, 2))[:, :M]
     entered, weight, gone_up, gone, factor = nodes.unbind(2)
-    mix = (entered, gone, gone_up - gone, promo.gain, promo.cost)
-    due = Mix(*mix).masses(drafts.target, drafts.draft, entered) / factor
+    table = mix(entered, gone, gone_up - gone, promo.gain, promo.cost)
+    due = masses(drafts.target, drafts.draft, table) / factor
     weight = (due / (due + 1 - weight).clamp(min=TINY)).clamp(max=1.0)
     accept = torch.cat([weight.gather(1, walk.nodes[..., :-1].flatten(1)).view(B, K, L), leaves_BK.unsqueeze(2)], 2)
     accept = torch.where(depth == 0, 1.0, accept) * last
@@ -230,10 +242,11 @@ def ends(drafts: Drafts, promo: Promotion, walk: Walk, state_BKLC: Tensor, leave
     law = torch.zeros_like(drafts.target[..., 0], dtype=torch.float64)
     law = law.scatter_add(1, walk.nodes.flip(2).flatten(1), accept * before)
 
-    def after(node_B: Tensor) -> Tensor:
-        q, p = drafts.rows(node_B)
-        inner = node_B.unsqueeze(1).clamp(max=M - 1)
-        left = Mix(*(x.gather(1, inner).squeeze(1) for x in mix)).of(q, p)
-        return torch.where((node_B >= M).unsqueeze(1), q, left)
+    return mixed(drafts, law, with_leaves(table, K))
 
-    return Stops(law, after)
+
+def with_leaves(mix_BMC: Tensor, paths: int) -> Tensor:
+    """After a leaf the target's own law follows."""
+    leaves = torch.zeros_like(mix_BMC[:, :1]).repeat(1, paths, 1)
+    leaves[..., 0] = 1.0
+    return torch.cat([mix_BMC, leaves], 1)

@@ -6,8 +6,8 @@ Target law q, draft law p, B rows, K paths, L drafted tokens, N nodes, M inner o
 import torch
 from torch import Tensor
 
-from eval.masses import Mix
-from eval.verify import Drafts, Stops
+from eval.masses import masses, mix
+from eval.verify import Drafts, Stops, mixed
 
 SOLVE = 6  # bisection steps for SpecTr's factor; whatever they end on is exact, and more of them accept a little more
 
@@ -43,17 +43,7 @@ def k_sequential(drafts: Drafts) -> Stops:
     the least such rho accepts most.
     """
     paths = on_nodes(drafts, drafts.counts[..., :-1]).clamp(min=1).double()
-
-    def kappa(rho_BM: Tensor) -> Tensor:
-        beta = Mix(up=-1.0, gain=1 / rho_BM).masses(drafts.target, drafts.draft, rho_BM)
-        return repeated(beta.clamp(max=1.0), paths)
-
-    low, rho = torch.ones_like(paths), paths
-    for _ in range(SOLVE):
-        middle = (low + rho) / 2
-        found = kappa(middle)  # grows with rho, so that it never leaves the side of the root that it starts from
-        low, rho = torch.where(found > middle, found, low), torch.where(found > middle, rho, found)
-    factor = kappa(rho)
+    rho, factor = solved(drafts, paths)
 
     accept = (drafts.q / (along(drafts, rho) * drafts.p)).clamp(max=1.0)
     fails = torch.where(drafts.alike[..., :-1], (1 - accept).unsqueeze(1), 1.0)  # [B, K, K', L]
@@ -63,14 +53,32 @@ def k_sequential(drafts: Drafts) -> Stops:
     reached = torch.cat([torch.ones_like(entered[..., :1]), entered.cumprod(2)], 2)
     ends = reached * torch.cat([fails.prod(2), torch.ones_like(entered[..., :1])], 2)
 
-    def after(node_B: Tensor) -> Tensor:
-        q, p = drafts.rows(node_B)
-        inner = node_B.unsqueeze(1).clamp(max=rho.shape[1])
-        rows = torch.nn.functional.pad(torch.stack([rho, factor], 2), (0, 0, 0, 1), value=1.0)
-        here = rows.gather(1, inner.unsqueeze(2).expand(-1, 1, 2))
-        return (q - here[..., 1] * torch.minimum(q / here[..., 0], p)).clamp(min=0.0)
+    leaves = torch.zeros_like(drafts.target[:, rho.shape[1] :, 0], dtype=torch.float64)
+    ones, inner = torch.ones_like(leaves), torch.ones_like(rho)
+    whole = [torch.cat(x, 1) for x in ((inner, ones), (0 * rho, leaves), (factor, leaves), (1 / rho, leaves))]
+    return mixed(drafts, drafts.law(ends[:, 0, 0], ends[..., 1:]), mix(*whole, torch.zeros_like(whole[0])))
 
-    return Stops(drafts.law(ends[:, 0, 0], ends[..., 1:]), after)
+
+def solved(drafts: Drafts, paths_BM: Tensor) -> tuple[Tensor, Tensor]:
+    """rho and kappa(rho) of every inner node [B, M]. The interval is halved at least: what kappa is found to be bounds
+    rho, too, since it grows with it and never leaves the side of the root that it starts from."""
+
+    if drafts.tokens.is_cuda:
+        from eval import kernels_tree
+
+        return kernels_tree.select(drafts.target, drafts.draft, drafts.counts, drafts.first, SOLVE)
+
+    def kappa(rho_BM: Tensor) -> Tensor:
+        zero = torch.zeros_like(rho_BM)
+        beta = masses(drafts.target, drafts.draft, mix(zero, zero, zero - 1, 1 / rho_BM, zero))
+        return repeated(beta.clamp(max=1.0), paths_BM)
+
+    low, rho = torch.ones_like(paths_BM), paths_BM
+    for _ in range(SOLVE):
+        middle = (low + rho) / 2
+        found = kappa(middle)
+        low, rho = torch.where(found > middle, found, low), torch.where(found > middle, rho, found)
+    return rho, kappa(rho)
 
 
 def on_nodes(drafts: Drafts, values_BKL: Tensor) -> Tensor:

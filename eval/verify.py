@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from eval.masses import left
 from eval.tree import DraftTree
 from models.sampling import draw
 
@@ -71,47 +72,47 @@ class Drafts:
         return self.tokens.shape[2]
 
     @cached_property
+    def outline(self) -> "Outline":
+        if self.tokens.is_cuda:
+            from eval import kernels
+
+            return Outline(*kernels.outline(self.tokens, self.draft, self.target))
+        return outline(self)
+
+    @property
     def alike(self) -> Tensor:
         """[B, K, K, L + 1] bool: two paths have the same first d tokens."""
-        same = (self.tokens.unsqueeze(2) == self.tokens.unsqueeze(1)).cumprod(3).bool()
-        return torch.cat([torch.ones_like(same[..., :1]), same], 3)
+        return self.outline.alike
 
-    @cached_property
+    @property
     def first(self) -> Tensor:
         """[B, K, L + 1]: the first path with the same first d tokens."""
-        return self.alike.to(torch.uint8).argmax(2)
+        return self.outline.first
 
-    @cached_property
-    def own(self) -> Tensor:
-        """[B, K, L] bool: this path is the first to come by its (d + 1)-th token, and lends the node its number."""
-        return self.first[..., 1:] == torch.arange(self.paths, device=self.first.device).view(1, -1, 1)
-
-    @cached_property
+    @property
     def counts(self) -> Tensor:
         """[B, K, L + 1]: how many paths have the same first d tokens."""
-        return self.alike.sum(2)
+        return self.outline.counts
 
-    @cached_property
+    @property
+    def own(self) -> Tensor:
+        """[B, K, L] bool: this path is the first to come by its (d + 1)-th token, and lends the node its number."""
+        return self.outline.own
+
+    @property
     def nodes(self) -> Tensor:
         """[B, K, L + 1]: the nodes along each path, root first."""
-        offset = (torch.arange(self.length + 1, device=self.first.device) - 1) * self.paths + 1
-        return (self.first + offset).clamp(min=0) * (offset > 0)
+        return self.outline.nodes
 
-    def along(self, laws_BNV: Tensor) -> Tensor:
-        """[B, K, L] float64: the probability of each drafted token under the laws of the nodes before them."""
-        V = laws_BNV.shape[2]
-        places = self.nodes[..., :-1] * V + self.tokens
-        return laws_BNV.flatten(1).gather(1, places.flatten(1)).view_as(places).double()
-
-    @cached_property
+    @property
     def p(self) -> Tensor:
-        """The draft's probability of each drafted token [B, K, L]."""
-        return self.along(self.draft)
+        """The draft's probability of each drafted token [B, K, L], float64; without laws not to be read."""
+        return self.outline.p
 
-    @cached_property
+    @property
     def q(self) -> Tensor:
-        """The target's probability of each drafted token [B, K, L]."""
-        return self.along(self.target)
+        """The target's probability of each drafted token [B, K, L], float64."""
+        return self.outline.q
 
     def law(self, root_B: Tensor, values_BKL: Tensor) -> Tensor:
         """A law over nodes [B, N], given the root's probability and that of each path's nodes."""
@@ -141,22 +142,71 @@ class Drafts:
 
 
 @dataclass(frozen=True)
+class Outline:
+    """What `Drafts` says of its paths, under the names of its properties."""
+
+    alike: Tensor
+    first: Tensor
+    counts: Tensor
+    own: Tensor
+    nodes: Tensor
+    p: Tensor
+    q: Tensor
+
+
+def outline(drafts: Drafts) -> Outline:
+    tokens, K = drafts.tokens, drafts.paths
+    same = (tokens.unsqueeze(2) == tokens.unsqueeze(1)).cumprod(3).bool()
+    alike = torch.cat([torch.ones_like(same[..., :1]), same], 3)
+    first = alike.to(torch.uint8).argmax(2)
+    offset = (torch.arange(drafts.length + 1, device=tokens.device) - 1) * K + 1
+    nodes = (first + offset).clamp(min=0) * (offset > 0)
+    own = first[..., 1:] == torch.arange(K, device=tokens.device).view(1, -1, 1)
+
+    def along(laws_BNV: Tensor) -> Tensor:
+        places = (nodes[..., :-1] * laws_BNV.shape[2] + tokens).flatten(1)
+        return laws_BNV.flatten(1).gather(1, places).view_as(tokens).double()
+
+    p = along(drafts.draft) if drafts.draft.shape[1] else torch.full(tokens.shape, torch.nan, dtype=torch.float64)
+    return Outline(alike, first, alike.sum(2), own, nodes, p, along(drafts.target))
+
+
+@dataclass(frozen=True)
 class Stops:
     """Where a round ends: the law [B, N] over the last accepted node, and for one of them (node [B]) the law [B, V] of
-    the token that follows it. Neither need be normalised."""
+    the token that follows it. Neither need be normalised. `mix` [B, N, C] is the same law after every node, where it
+    is one that eval.masses can tell."""
 
     law: Tensor
     after: Callable[[Tensor], Tensor]
+    mix: Tensor | None = None
+
+
+def mixed(drafts: Drafts, law_BN: Tensor, mix_BNC: Tensor) -> Stops:
+    def after(node_B: Tensor) -> Tensor:
+        index = node_B.view(-1, 1, 1).expand(-1, 1, mix_BNC.shape[2])
+        return left(*drafts.rows(node_B), mix_BNC.gather(1, index).squeeze(1))
+
+    return Stops(law_BN, after, mix_BNC)
 
 
 def settle(drafts: Drafts, stops: Stops, uniforms_B2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Draw the end of the round: the path [B, L + 1] of nodes (root first, padded with its last node), the number of
     accepted drafts [B] and the token after them [B]."""
-    node = draw(stops.law, uniforms_B2[:, 0])
+    end, following = uniforms_B2.unbind(1)
+    if drafts.tokens.is_cuda:
+        from eval import kernels
+
+        node, depth, path = kernels.finish(stops.law, end, drafts.nodes)
+        if stops.mix is not None:
+            inner = 1 + (drafts.length - 1) * drafts.paths
+            return path, depth, kernels.draw_left(drafts.target, drafts.draft, stops.mix, node, following, inner)
+    else:
+        node = draw(stops.law, end)
+        depth, on = drafts.place(node)
+        steps = torch.arange(drafts.length + 1, device=node.device).minimum(depth.unsqueeze(1))
+        path = drafts.nodes.flatten(1).gather(1, on.unsqueeze(1) * (drafts.length + 1) + steps)
     law = stops.after(node)
     # where rounding chose an end that has no mass left to follow it, the target's own law is as near as any
     law = torch.where(law.sum(1, keepdim=True) > 0, law, drafts.target_row(node))
-    depth, path = drafts.place(node)
-    steps = torch.arange(drafts.length + 1, device=node.device).minimum(depth.unsqueeze(1))
-    places = path.unsqueeze(1) * (drafts.length + 1) + steps
-    return drafts.nodes.flatten(1).gather(1, places), depth, draw(law, uniforms_B2[:, 1])
+    return path, depth, draw(law, following)
