@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from eval.tree import DRAFTER, DraftTree
-from models.attention import fusable
 from models.cache import KVCache
 from models.capture import Steps
 from models.eagle3 import Eagle3
-from models.linear import pack
+from models.kernels import kernels
 from models.sampling import top
 from models.target import Target
 
@@ -96,10 +95,10 @@ class EagleDrafting:
     def __init__(self, drafter: Eagle3, target: Target, rows: int, capacity: int) -> None:
         self.drafter, self.target, self.vocab = drafter, target, drafter.vocab.to(target.device)
         self.cache: KVCache = drafter.new_cache(rows, capacity)
-        self.fusable = fusable(target.device, drafter.config.head_dim)
-        self._packed = drafter.pack() if self.fusable else None  # held for the captured steps that read it
-        pack([weight for weight in drafter.parameters() if weight.ndim == 2])
         weight = drafter.fc.weight
+        self.kernels = kernels(target.device, weight.dtype, drafter.config.head_dim)
+        if self.kernels:
+            drafter.pack()
         self.state_B1H = torch.zeros(rows, 1, weight.shape[0], device=weight.device, dtype=weight.dtype)
 
     @torch.no_grad()
@@ -136,7 +135,7 @@ class EagleDrafting:
         while f.level < level:
             B, k = f.tokens.shape
             states = self.drafter.step(f.states, self.target.embed(f.tokens), self.cache, f.level - 1, f.ancestors)
-            if self.fusable and self.cache.bucket:
+            if states.is_cuda and self.kernels and self.cache.bucket:
                 f = self._expanded(f, states)
                 continue
             logp, grown = self.top(states, k)
@@ -150,11 +149,11 @@ class EagleDrafting:
 
     def _expanded(self, f: Frontier, states: Tensor) -> Frontier:
         """What the rest of `grow` does to a layer, by the kernels of a GPU."""
-        from models import fused
+        from models import fused_tokens
 
         seen = f.ancestors.to(torch.uint8).contiguous()
         logits, index = self.drafter.fused_logits(states), f.index.contiguous()
-        layer, (tokens, scores, index, above, seen) = fused.expand(
+        layer, (tokens, scores, index, above, seen) = fused_tokens.expand(
             logits, self.vocab.d2t, f.scores.contiguous(), index, f.stage, seen, f.drafted, UNGATED
         )
         states = states.gather(1, above.unsqueeze(2).expand(-1, -1, states.shape[2]))

@@ -19,11 +19,11 @@ from eval.proposing import Proposal, proposer
 from eval.rules import Rule, faults, guard, refuse, rule_of, verify
 from eval.settings import Settings
 from eval.tree import DraftTree
-from eval.verify import Drafts, walk
+from eval.verify import Drafts, follow, walk
 from models.cache import KVCache
 from models.capture import Steps
 from models.eagle3 import Eagle3
-from models.sampling import draw, law, top, uniforms
+from models.sampling import law, sample, top, uniforms
 from models.target import Target, padded
 
 PREFILL_LOGITS = 512  # positions whose logits are formed at once
@@ -86,12 +86,12 @@ class Clock:
 
 @dataclass(frozen=True)
 class Verified:
-    """The target's word on a tree: its taps [B, N, C], logits [B, N, V], and its arg-max [B, N] at T = 0; and each
-    node's depth [B, N], where it is not a line."""
+    """The target's word on a tree: its taps [B, N, C], logits [B, N, V], and where that costs little, which on a CPU is
+    at T = 0, its token after every node [B, N]; and each node's depth [B, N], where it is not a line."""
 
     taps: Tensor
     logits: Tensor
-    greedy: Tensor | None
+    chosen: Tensor | None
     depths: Tensor | None
 
 
@@ -120,13 +120,12 @@ class Engine:
         self.matrix = self.proposer.matrix
         self._waiting: tuple[Verified, Tensor, Tensor, list[int]] | None = None
 
-    def choose(self, logits_BV: Tensor, positions_B: Tensor) -> Tensor:
-        """The target's own next token: the arg-max, or a draw with the noise of (seed, row, position)."""
+    def choose(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """The target's own next token, the arg-max or a draw with the noise of (seed, row, position):
+        [B, ..., V], [B, ...] -> [B, ...]."""
         s = self.settings
-        if s.temperature == 0:
-            return logits_BV.argmax(-1)
-        noise = uniforms(s.seed, self.row_ids, positions_B)
-        return draw(law(logits_BV.double(), s.temperature, s.top_k, s.top_p), noise)
+        rows = self.row_ids.view(-1, *[1] * (positions.dim() - 1))
+        return sample(logits, s.temperature, s.top_k, s.top_p, uniforms(s.seed, rows, positions))
 
     def noise(self, count: int) -> Tensor:
         """Uniforms of this round [B, count], by (seed, row, position) as well, but apart from those of `choose`."""
@@ -182,7 +181,7 @@ class Engine:
             rooms = (self.settings.room, self.settings.draft_room)
             for cache, room in zip(self._caches(), rooms, strict=False):
                 # the fused kernels read what is there, whatever the bucket
-                cache.bucket = cache.capacity if self.target.fusable else rounded(cache.high + room)
+                cache.bucket = cache.capacity if self.target.kernels else rounded(cache.high + room)
             self.steps.scope = self.cache.bucket
         proposal = self.proposer.propose(self.steps, clock)
         self.steps.scope = self.cache.bucket, proposal.place
@@ -190,6 +189,7 @@ class Engine:
         clock.lap("verify")
         path, said, facts = self.steps.run("accept", lambda: self._accept(proposal, verified))
         clock.lap("accept")
+        self.seen = proposal.tree, path  # for whoever draws it, until the next round
         if self.fixed:
             counts_B = self.steps.run("count", lambda: (facts[:, 0] + 1) * self.alive)
             self.steps.run("commit", lambda: self._commit(verified, path, said, counts_B, None))
@@ -226,24 +226,26 @@ class Engine:
         ancestors = None if self.proposer.line or tree.size == 1 else tree.ancestors()
         depths = None if ancestors is None else ancestors.sum(2) - 1
         states = target.forward(tree.tokens, self.cache, depths, ancestors)
-        logits = target.logits(states.final_BTH)
-        return Verified(states.taps_BTC, logits, logits.argmax(-1) if self.settings.temperature == 0 else None, depths)
+        logits, chosen = target.logits(states.final_BTH), None
+        s = self.settings
+        if self.rule is None and (s.temperature == 0 or (logits.is_cuda and s.top_k == 0 and s.top_p >= 1)):
+            behind = torch.arange(tree.size, device=logits.device) if depths is None else depths
+            chosen = self.choose(logits, self.cache.lengths.unsqueeze(1) + 1 + behind)
+        return Verified(states.taps_BTC, logits, chosen, depths)
 
     def _accept(self, proposal: Proposal, v: Verified) -> tuple[Tensor, Tensor, Tensor]:
         """The accepted path [B, D] of nodes, what it says [B, D] (drafts, then the bonus), and `Facts` as numbers."""
         tree, start = proposal.tree, self.cache.lengths + 1  # the position of the first token that this round chooses
-
-        def choose(node_B: Tensor, depth: int) -> Tensor:
-            if v.greedy is not None:
-                return v.greedy[self.index, node_B]
-            return self.choose(v.logits[self.index, node_B], start + depth)
-
         found = []
         if self.rule is not None and proposal.drawn is not None:
             path, accepted, bonus, broken = self._judge(self.rule, proposal.drawn, v)
             found = [broken]
+        elif v.chosen is None:
+            path, accepted, bonus = walk(
+                tree, lambda node, depth: self.choose(v.logits[self.index, node], start + depth)
+            )
         else:
-            path, accepted, bonus = walk(tree, choose)
+            path, accepted, bonus = follow(tree, v.chosen)
         if self.matrix is not None:
             remember(self.matrix, tree, path, v.logits, self.alive)
         said = tree.tokens.gather(1, path)  # root, then accepted drafts
@@ -256,10 +258,11 @@ class Engine:
     def _judge(self, rule: Rule, drawn: Drawn, v: Verified) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Path, accepted and bonus by a rule, and the faults of the laws [B, 5]."""
         s = self.settings
-        if v.greedy is None:
+        if s.temperature > 0:
             target = law(v.logits, s.temperature, s.top_k, s.top_p)
         else:
-            target = torch.zeros_like(v.logits, dtype=drawn.laws.dtype).scatter_(2, v.greedy.unsqueeze(2), 1.0)
+            best = v.logits.argmax(2, keepdim=True)
+            target = torch.zeros_like(v.logits, dtype=drawn.laws.dtype).scatter_(2, best, 1.0)
         drafts = Drafts(drawn.tokens, drawn.laws, target, drawn.coins)
         return *verify(rule, drafts, drawn.ends), faults(drafts)
 

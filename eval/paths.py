@@ -41,7 +41,7 @@ def draw_paths(
             states = drafter.step(
                 states.expand(B, K, -1), target.embed(tokens[..., d - 1]), drafting.cache, d - 1, seen
             )
-        fused = drafting.fusable and drafting.cache.bucket
+        fused = states.is_cuda and drafting.kernels and drafting.cache.bucket
         logits = drafter.fused_logits(states) if fused else drafter.logits(states)
         if d:
             first = alike.to(torch.uint8).argmax(2, keepdim=True)

@@ -45,6 +45,16 @@ def walk(tree: DraftTree, choose: Callable[[Tensor, int], Tensor]) -> tuple[Tens
     return torch.stack(path, 1), accepted, bonus
 
 
+def follow(tree: DraftTree, chosen_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`walk` where the target's token after every node is known."""
+    if chosen_BN.is_cuda:
+        from models import fused_tokens
+
+        return fused_tokens.walk(chosen_BN, tree.tokens, tree.parents, tree.valid, tree.depth)
+    index = torch.arange(len(chosen_BN))
+    return walk(tree, lambda node, _: chosen_BN[index, node])
+
+
 @dataclass(frozen=True)
 class Drafts:
     """K paths of L tokens, drawn independently from the drafter's law, with that law and the target's along them.

@@ -14,11 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def fusable(device: torch.device, head_dim: int) -> bool:
-    """Whether the decoding kernels of `models.fused` run there, for heads of this size."""
-    return device.type == "cuda" and head_dim in (16, 32, 64, 128, 256)
-
-
 @dataclass(frozen=True)
 class Heads:
     """A layer's N query heads and K key-value heads of size D, with the gains of their norms where it has any."""

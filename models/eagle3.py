@@ -9,15 +9,17 @@ Slot p holds the features of x[0..p] and the embedding of x[p+1]; it predicts x[
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import Documents, Heads, attend, causal_plus_diagonals, fusable, rotate
+from models.attention import Documents, Heads, attend, causal_plus_diagonals, rotate
 from models.cache import KVCache
-from models.linear import Linear
+from models.kernels import kernels
+from models.linear import Linear, linear
 from models.target import Target
 from models.vocab import VocabMap
 
@@ -147,9 +149,9 @@ class Eagle3(nn.Module):
         attention, mlp = self.midlayer.self_attn, self.midlayer.mlp
         sizes = [c.num_attention_heads * c.head_dim, *[c.num_key_value_heads * c.head_dim] * 2]
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        for linear, weight in zip(projections, layer.qkv.split(sizes), strict=True):
-            nn.init.normal_(linear.weight, std=0.02)
-            linear.weight[:, c.hidden_size :] = weight
+        for projection, weight in zip(projections, layer.qkv.split(sizes), strict=True):
+            nn.init.normal_(projection.weight, std=0.02)
+            projection.weight[:, c.hidden_size :] = weight
         attention.o_proj.weight.copy_(layer.out.weight)
         gate, up = layer.gate_up.chunk(2)
         mlp.gate_proj.weight.copy_(gate)
@@ -243,8 +245,9 @@ class Eagle3(nn.Module):
         last.
         """
         B, T, _ = state_BTH.shape
-        if cache.bucket and fusable(state_BTH.device, self.config.head_dim):
-            return self._fused_step(state_BTH, embed_BTH, cache, depth, ancestors_BTU)
+        fused = kernels(state_BTH.device, state_BTH.dtype, self.config.head_dim) if self._packed is not None else None
+        if fused and (cache.bucket or state_BTH.device.type == "cpu"):
+            return self._fused_step(fused, state_BTH, embed_BTH, cache, depth, ancestors_BTU)
         if ancestors_BTU is None:
             ancestors_BTU = torch.ones(T, T, dtype=torch.bool, device=state_BTH.device).tril().expand(B, T, T)
             positions = cache.lengths.unsqueeze(1) + torch.arange(T, device=state_BTH.device)
@@ -262,20 +265,28 @@ class Eagle3(nn.Module):
         return out
 
     def pack(self) -> tuple[Tensor, Tensor]:
-        """Lay the weights side by side that read the same input, for the kernels of a GPU. Call it when they change,
-        and hold the result as long as a captured step lives: the next call replaces what `step` reads."""
+        """Lay the weights side by side that read the same input, for the kernels of the device. Call it when they
+        change: the copies keep their place, since captured steps read them there."""
         attention, mlp = self.midlayer.self_attn, self.midlayer.mlp
         qkv = torch.cat([m.weight.detach() for m in (attention.q_proj, attention.k_proj, attention.v_proj)])
-        self._packed = qkv, torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])
+        gate_up = torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])
+        if self._packed is None or (self._packed[0].dtype, self._packed[0].device) != (qkv.dtype, qkv.device):
+            self._packed = qkv, gate_up
+        for kept, new in zip(self._packed, (qkv, gate_up), strict=True):
+            kept.copy_(new)
         return self._packed
 
     def _fused_step(
-        self, state_BTH: Tensor, embed_BTH: Tensor, cache: KVCache, depth: int | None, ancestors_BTU: Tensor | None
+        self,
+        fused: ModuleType,
+        state_BTH: Tensor,
+        embed_BTH: Tensor,
+        cache: KVCache,
+        depth: int | None,
+        ancestors_BTU: Tensor | None,
     ) -> Tensor:
-        """`step` by the kernels of a GPU: the same layer, with fewer launches."""
-        from models import fused
-
-        assert self._packed is not None, "pack() comes first"
+        """`step` by the kernels of the device: the same layer, with fewer launches."""
+        assert self._packed is not None
         c, layer, (qkv, gate_up) = self.config, self.midlayer, self._packed
         state_BTH = state_BTH.contiguous()
         _, embed = fused.add_norm(embed_BTH.to(state_BTH.dtype), None, layer.input_layernorm.weight, c.rms_norm_eps)
@@ -283,9 +294,9 @@ class Eagle3(nn.Module):
         heads = Heads(c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.head_dim**-0.5)
         seen = None if ancestors_BTU is None else ancestors_BTU.to(torch.uint8).contiguous()
         place = None if ancestors_BTU is None else depth or 0
-        mixed = F.linear(torch.cat((embed, state), -1), qkv)
+        mixed = linear(torch.cat((embed, state), -1), qkv)
         mixed = fused.attention(mixed, self._rope(qkv.device), place, cache, 0, heads, seen)
         gain = layer.post_attention_layernorm.weight
         h, normed = fused.add_norm(state_BTH, layer.self_attn.o_proj(mixed), gain, c.rms_norm_eps)
-        out: Tensor = h + layer.mlp.down_proj(fused.gated(F.linear(normed, gate_up)))
+        out: Tensor = h + layer.mlp.down_proj(fused.gated(linear(normed, gate_up)))
         return out

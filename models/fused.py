@@ -7,8 +7,6 @@ cache holds, and one captured step serves every length. `models.attention.attend
 B rows, T new tokens, R = B * T, N heads, K key-value heads, D head size, U uncommitted tokens, P splits.
 """
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +17,7 @@ from models.cache import KVCache
 
 PROGRAMS = 264  # two a multiprocessor of an H100
 LEAST_SLICE = 64  # keys a program
+LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -85,9 +84,20 @@ def _rotate_and_store(
 
 
 @triton.jit
+def _absorb(score, v, best, mass, out):
+    """Go on with a softmax by its running maximum and mass; scores in powers of two."""
+    peak = tl.maximum(best, tl.max(score, 1))
+    safe = tl.where(peak == float("-inf"), 0.0, peak)
+    p, fade = tl.exp2(score - safe[:, None]), tl.exp2(best - safe)
+    out = tl.dot(p.to(v.dtype), v, out * fade[:, None], input_precision="ieee")
+    return peak, mass * fade + tl.sum(p, 1), out
+
+
+@triton.jit
 def _attend_slice(
     queries, keys, values, lengths, seen, partial, weight, scale, T, U, capacity, splits,
-    G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, TREE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, TREE: tl.constexpr, PEEL: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pair, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, kv = pair // K, pair % K
@@ -95,6 +105,8 @@ def _attend_slice(
     total = length + U
     each = tl.cdiv(tl.cdiv(total, splits), BLOCK_N) * BLOCK_N
     start = split * each
+    if start >= total:
+        return
     end = tl.minimum(start + each, total)
     m, d, n = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, D), tl.arange(0, BLOCK_N)
     t, g = m // G, m % G
@@ -104,9 +116,17 @@ def _attend_slice(
     mass = tl.zeros([BLOCK_M], tl.float32)
     out = tl.zeros([BLOCK_M, D], tl.float32)
     base = pair.to(tl.int64) * capacity * D
+    if PEEL:  # the keys that all see, without a mask
+        committed = tl.maximum(start, tl.minimum(end, length // BLOCK_N * BLOCK_N))
+        for first in range(start, committed, BLOCK_N):
+            at = base + (first + n)[:, None] * D + d[None, :]
+            score = tl.dot(q, tl.trans(tl.load(keys + at)), input_precision="ieee") * scale
+            best, mass, out = _absorb(score, tl.load(values + at), best, mass, out)
+        start = committed
     for first in range(start, end, BLOCK_N):
         slot = first + n
-        k = tl.load(keys + base + slot[:, None] * D + d[None, :], mask=(slot < end)[:, None], other=0.0)
+        at = base + slot[:, None] * D + d[None, :]
+        k = tl.load(keys + at, mask=(slot < end)[:, None], other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         behind = slot - length  # among the uncommitted tokens where not negative
         visible = (slot < end)[None, :] & real[:, None]
@@ -117,132 +137,29 @@ def _attend_slice(
                 visible = visible & (sees != 0)
             else:
                 visible = visible & (behind[None, :] <= t[:, None])
-        score = tl.where(visible, score, float("-inf"))
-        peak = tl.maximum(best, tl.max(score, 1))
-        safe = tl.where(peak == float("-inf"), 0.0, peak)
-        p = tl.exp(score - safe[:, None])
-        fade = tl.exp(best - safe)
-        v = tl.load(values + base + slot[:, None] * D + d[None, :], mask=(slot < end)[:, None], other=0.0)
-        mass = mass * fade + tl.sum(p, 1)
-        out = out * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        best = peak
+        v = tl.load(values + at, mask=(slot < end)[:, None], other=0.0)
+        best, mass, out = _absorb(tl.where(visible, score, float("-inf")), v, best, mass, out)
     row = (pair * splits + split) * (T * G) + m
     tl.store(partial + row[:, None] * D + d[None, :], out / tl.where(mass > 0, mass, 1.0)[:, None], mask=real[:, None])
-    tl.store(weight + row, tl.where(mass > 0, best + tl.log(mass), float("-inf")), mask=real)
+    tl.store(weight + row, tl.where(mass > 0, best + tl.log2(mass), float("-inf")), mask=real)
 
 
 @triton.jit
-def _merge(partial, weight, out, T, splits, G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr):
+def _merge(
+    partial, weight, lengths, out, T, U, splits, G: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     pair, m = tl.program_id(0), tl.program_id(1)
     b, kv, t, g = pair // K, pair % K, m // G, m % G
     s, d = tl.arange(0, SPLITS), tl.arange(0, D)
     row = (pair * splits + s) * (T * G) + m
-    lse = tl.load(weight + row, mask=s < splits, other=float("-inf"))
-    share = tl.exp(lse - tl.max(lse))
-    parts = tl.load(partial + row[:, None] * D + d[None, :], mask=(s < splits)[:, None], other=0.0)
+    total = tl.load(lengths + b) + U
+    used = s * (tl.cdiv(tl.cdiv(total, splits), BLOCK_N) * BLOCK_N) < total  # the slices that had keys
+    lse = tl.load(weight + row, mask=used, other=float("-inf"))
+    share = tl.exp2(lse - tl.max(lse))
+    parts = tl.load(partial + row[:, None] * D + d[None, :], mask=used[:, None], other=0.0)
     mixed = tl.sum(parts * share[:, None], 0) / tl.sum(share)
     tl.store(out + ((b * T + t) * (K * G) + kv * G + g) * D + d, mixed.to(out.dtype.element_ty))
-
-
-@triton.jit
-def _top_of_chunk(logits, values, indices, peaks, masses, V, chunks, k: tl.constexpr, BLOCK: tl.constexpr):
-    row, chunk = tl.program_id(0), tl.program_id(1)
-    at = chunk * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + row.to(tl.int64) * V + at, mask=at < V, other=float("-inf")).to(tl.float32)
-    peak = tl.max(x, 0)
-    tl.store(peaks + row * chunks + chunk, peak)
-    tl.store(masses + row * chunks + chunk, tl.sum(tl.exp(x - peak), 0))
-    for i in tl.static_range(k):
-        value, index = tl.max(x, 0, return_indices=True)  # of equal ones the first
-        tl.store(values + (row * chunks + chunk) * k + i, value)
-        tl.store(indices + (row * chunks + chunk) * k + i, chunk * BLOCK + index)
-        x = tl.where(at == chunk * BLOCK + index, float("-inf"), x)
-
-
-@triton.jit
-def _top_of_chunks(
-    values, indices, peaks, masses, best, chosen, total, chunks, k: tl.constexpr, CHUNKS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    row, at, c = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, CHUNKS)
-    peak = tl.load(peaks + row * chunks + c, mask=c < chunks, other=float("-inf"))
-    mass = tl.load(masses + row * chunks + c, mask=c < chunks, other=0.0)
-    highest = tl.max(peak, 0)
-    tl.store(total + row, highest + tl.log(tl.sum(mass * tl.exp(peak - highest), 0)))
-    x = tl.load(values + row * chunks * k + at, mask=at < chunks * k, other=float("-inf"))
-    for i in tl.static_range(k):
-        value, index = tl.max(x, 0, return_indices=True)
-        tl.store(best + row * k + i, value)
-        tl.store(chosen + row * k + i, tl.load(indices + row * chunks * k + index))
-        x = tl.where(at == index, float("-inf"), x)
-
-
-@triton.jit
-def _expand(
-    best, total, chosen, d2t, scores, index, stage, seen, tokens, parents, grown, next_tokens, next_scores, next_index,
-    next_above, next_seen, U, first, ungated, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_U: tl.constexpr,
-):  # fmt: skip
-    b, at = tl.program_id(0), tl.arange(0, BLOCK)
-    inside, above = at < K * K, at // K
-    wide = b * K * K + at
-    draft = tl.load(chosen + wide, mask=inside, other=0)
-    token = draft + tl.load(d2t + draft, mask=inside, other=0)
-    score = tl.load(scores + b * K + above, mask=inside, other=0.0) + tl.load(best + wide, mask=inside, other=0.0)
-    score = score - tl.load(total + b * K + above, mask=inside, other=0.0)
-    score = tl.where(tl.load(stage + b) == ungated, score, float("-inf"))
-    tl.store(tokens + wide, token, mask=inside)
-    tl.store(parents + wide, tl.load(index + b * K + above, mask=inside, other=0) + 1, mask=inside)
-    tl.store(grown + wide, score, mask=inside)
-    left = tl.where(inside, score, float("-inf"))
-    free = inside.to(tl.int32)  # not chosen yet: the rows that a gate stopped hold nothing but -inf
-    u = tl.arange(0, BLOCK_U)
-    for i in tl.static_range(K):
-        peak = tl.max(left, 0)
-        place = tl.min(tl.where((left == peak) & (free > 0), at, K * K - 1), 0)  # of equal ones the first
-        tl.store(next_tokens + b * K + i, tl.sum(tl.where(at == place, token, 0), 0))
-        tl.store(next_scores + b * K + i, peak)
-        tl.store(next_index + b * K + i, first + place)
-        tl.store(next_above + b * K + i, place // K)
-        line = tl.load(seen + (b * K + place // K) * U + u, mask=u < U, other=0)
-        line = tl.where(u < U, line, (u == U + i).to(line.dtype))
-        tl.store(next_seen + (b * K + i) * (U + K) + u, line, mask=u < U + K)
-        left = tl.where(at == place, float("-inf"), left)
-        free = tl.where(at == place, 0, free)
-
-
-def expand(
-    logits_BkV: Tensor, d2t: Tensor, scores_Bk: Tensor, index_Bk: Tensor, stage_B: Tensor, seen_BkU: Tensor, first: int,
-    ungated: int,
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """One layer of EAGLE's dynamic tree: the k best children of each of the k frontier nodes, as (tokens, parents,
-    scores) [B, k*k]; and the next frontier: tokens, scores, candidate index, which node it hangs on [B, k], ancestors
-    [B, k, U + k] (uint8). Rows whose `stage` is not `ungated` score -inf."""
-    B, k, U = seen_BkU.shape
-    best, chosen, total = top(logits_BkV, k)
-    integers, seen = partial(logits_BkV.new_empty, dtype=torch.int64), seen_BkU.new_empty(B, k, U + k)
-    tokens, parents, grown = integers((B, k * k)), integers((B, k * k)), torch.empty_like(best).view(B, k * k)
-    next_tokens, next_index, above = integers((B, k)), integers((B, k)), integers((B, k))
-    next_scores = torch.empty_like(scores_Bk)
-    _expand[(B,)](
-        best, total, chosen, d2t, scores_Bk, index_Bk, stage_B, seen_BkU, tokens, parents, grown, next_tokens,
-        next_scores, next_index, above, seen, U, first, ungated, k, triton.next_power_of_2(k * k),
-        triton.next_power_of_2(U + k), num_warps=4,
-    )  # fmt: skip
-    return (tokens, parents, grown), (next_tokens, next_scores, next_index, above, seen)
-
-
-def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest of each row, their indices (of equal ones the lower first) [..., k], and its log-sum-exp [...]."""
-    V, block = logits.shape[-1], 2048
-    shape, rows, chunks = logits.shape[:-1], logits.numel() // V, triton.cdiv(V, block)
-    wide, index = partial(logits.new_empty, dtype=torch.float32), partial(logits.new_empty, dtype=torch.int64)
-    values, indices = wide((rows, chunks, k)), index((rows, chunks, k))
-    peaks, masses = wide((rows, chunks)), wide((rows, chunks))
-    best, chosen, total = wide((*shape, k)), index((*shape, k)), wide(shape)
-    _top_of_chunk[(rows, chunks)](logits, values, indices, peaks, masses, V, chunks, k, block, num_warps=4)
-    widths = triton.next_power_of_2(chunks), triton.next_power_of_2(chunks * k)
-    _top_of_chunks[(rows,)](values, indices, peaks, masses, best, chosen, total, chunks, k, *widths, num_warps=4)
-    return best, chosen, total
 
 
 def attention(
@@ -272,18 +189,22 @@ def attention(
         depths if place == "all" else 0, len(rope[0]) - 1, N, K, D, heads.q_gain is not None, place, num_warps=1,
     )  # fmt: skip
     G = N // K
-    block_m = min(64, max(16, triton.next_power_of_2(T * G)))
+    small = qkv_BTX.dtype == torch.float32 or D > 128
+    block_m = min(64 if small else 128, max(16, triton.next_power_of_2(T * G)))
+    block_n, wide = 32 if D > 128 else 64, block_m > 64
     tiles = triton.cdiv(T * G, block_m)
     splits = max(1, min(32, triton.cdiv(PROGRAMS, B * K * tiles), triton.cdiv(capacity, LEAST_SLICE)))
     parts = torch.empty(B * K, splits, T * G, D, dtype=torch.float32, device=qkv_BTX.device)
     weight = torch.empty(B * K, splits, T * G, dtype=torch.float32, device=qkv_BTX.device)
     seen = none if ancestors_BTU is None else ancestors_BTU
     _attend_slice[(B * K, tiles, splits)](
-        queries, keys, values, cache.lengths, seen, parts, weight, heads.scale, T, U, capacity, splits,
-        G, K, D, ancestors_BTU is not None, block_m, 32 if D > 128 else 64, num_warps=4, num_stages=2,
+        queries, keys, values, cache.lengths, seen, parts, weight, heads.scale * LOG2_E, T, U, capacity, splits,
+        G, K, D, ancestors_BTU is not None, wide, block_m, block_n, num_warps=8 if wide else 4, num_stages=2,
     )  # fmt: skip
-    out = torch.empty_like(queries)
-    _merge[(B * K, T * G)](parts, weight, out, T, splits, G, K, D, triton.next_power_of_2(splits), num_warps=2)
+    out, most = torch.empty_like(queries), triton.next_power_of_2(splits)
+    _merge[(B * K, T * G)](
+        parts, weight, cache.lengths, out, T, U, splits, G, K, D, most, block_n, num_warps=2
+    )  # fmt: skip
     return out
 
 

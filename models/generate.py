@@ -66,7 +66,7 @@ class _Slots:
         cache = self.cache
         if self._captured.captures:
             # the fused kernels read what is there, whatever the bucket
-            reach = cache.capacity if self.target.fusable else (cache.high + count + BUCKET) // BUCKET * BUCKET
+            reach = cache.capacity if self.target.kernels else (cache.high + count + BUCKET) // BUCKET * BUCKET
             cache.bucket = min(cache.capacity, reach)
             for _ in range(count):
                 self._captured.run(cache.bucket, self._step)

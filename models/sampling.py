@@ -39,9 +39,9 @@ def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Log-probabilities (fp32 or wider) and indices of the k likeliest, best first: [..., V] -> [..., min(k, V)]."""
     k = min(k, logits.shape[-1])
     if logits.is_cuda:
-        from models import fused
+        from models import fused_tokens
 
-        best, index, total = fused.top(logits.contiguous(), k)
+        best, index, total = fused_tokens.top(logits.contiguous(), k)
         return best - total.unsqueeze(-1), index
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     found = wide.topk(k, -1)
@@ -56,3 +56,14 @@ def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     # rounding can land past the last token that has mass: step back to it
     last = cumulative.shape[-1] - 1 - (probabilities > 0).flip(-1).to(torch.uint8).argmax(-1)
     return torch.minimum(index, last)
+
+
+def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: Tensor) -> Tensor:
+    """The token that `uniform` draws from the law of `logits`, at temperature 0 the arg-max: [..., V] -> [...]."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    if logits.is_cuda and top_k == 0 and top_p >= 1:
+        from models import fused_tokens
+
+        return fused_tokens.draw(logits.contiguous(), uniform, temperature)
+    return draw(law(logits.double(), temperature, top_k, top_p), uniform)

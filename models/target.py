@@ -6,19 +6,22 @@ layers, before the final norm. B batch, T positions, S key slots, H hidden, V vo
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import Documents, Heads, attend, attend_documents, fusable, rotate
+from models.attention import Documents, Heads, attend, attend_documents, rotate
 from models.cache import KVCache
-from models.linear import linear, pack
+from models.kernels import kernels
+from models.linear import linear
 from models.source import Source, load_model, load_tokenizer, resolve
 from recipes.schema import TargetConfig, UserError
 
 PREFILL_CHUNK = 2048
+FEW_TOKENS = 64  # a row, for which a CPU has kernels of its own
 
 AttendFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, queries, keys, values) -> [B, T, N*D]
 
@@ -79,9 +82,8 @@ class Target:
         everywhere = all(la.kind == "full_attention" and la.softcap is None for la in self.layers)
         one_norm = "pre_feedforward_layernorm" not in self.layers[0].norms
         silu = getattr(config, "hidden_act", "") == "silu"
-        self.fusable = everywhere and one_norm and silu and fusable(self.device, self.head_dim)
-        products = [w for la in self.layers for w in (la.qkv, la.out.weight, la.gate_up, la.down.weight)]
-        pack([*products, self.head_weight])
+        plain = everywhere and one_norm and silu
+        self.kernels = kernels(self.device, self.dtype, self.head_dim) if plain else None
 
     def _gain(self, norm: nn.Module) -> Tensor:
         weight: Tensor = norm.get_parameter("weight").data
@@ -129,8 +131,8 @@ class Target:
         `ancestors[b, t, u]` = t sees u (itself included). Right padding is harmless in a chain: nothing real sees it.
         """
         B, T = ids_BT.shape
-        if cache is not None and cache.bucket and self.fusable:
-            return self._fused(self.embed_tokens(ids_BT), depths_BT, cache, ancestors_BTT)
+        if cache is not None and self.kernels and (cache.bucket or (self.device.type == "cpu" and T <= FEW_TOKENS)):
+            return self._fused(self.kernels, self.embed_tokens(ids_BT), depths_BT, cache, ancestors_BTT)
         depths = torch.arange(T, device=self.device).expand(B, T) if depths_BT is None else depths_BT
         start = cache.lengths.unsqueeze(1) if cache is not None else 0
         positions = (depths + start).clamp(max=self.max_positions - 1)
@@ -156,10 +158,10 @@ class Target:
                 states.append(x)
         return States(torch.cat(states, -1), self._norm(x, self.final_norm))
 
-    def _fused(self, x: Tensor, depths_BT: Tensor | None, cache: KVCache, ancestors_BTT: Tensor | None) -> States:
-        """`forward` by the kernels of a GPU, for decoding: the same layers, with fewer launches."""
-        from models import fused
-
+    def _fused(
+        self, fused: ModuleType, x: Tensor, depths_BT: Tensor | None, cache: KVCache, ancestors_BTT: Tensor | None
+    ) -> States:
+        """`forward` by the kernels of the device, for decoding: the same layers, with fewer launches."""
         seen = None if ancestors_BTT is None else ancestors_BTT.to(torch.uint8).contiguous()
         rope, states = self._rope(self.layers[0].kind), []
         delta: Tensor | None = None
@@ -167,11 +169,11 @@ class Target:
             x, normed = fused.add_norm(x, delta, layer.norms["input_layernorm"], self.eps)
             if index in self.taps:
                 states.append(x)
-            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
+            qkv = linear(normed, layer.qkv, layer.qkv_bias)
             mixed = fused.attention(qkv, rope, depths_BT, cache, index, self._heads(layer), seen)
-            mixed = F.linear(mixed, layer.out.weight, layer.out.bias)
+            mixed = linear(mixed, layer.out.weight, layer.out.bias)
             x, normed = fused.add_norm(x, mixed, layer.norms["post_attention_layernorm"], self.eps)
-            delta = F.linear(fused.gated(F.linear(normed, layer.gate_up)), layer.down.weight, layer.down.bias)
+            delta = linear(fused.gated(linear(normed, layer.gate_up)), layer.down.weight, layer.down.bias)
         return States(torch.cat(states, -1), fused.add_norm(x, delta, self.final_norm, self.eps)[1])
 
     def _heads(self, layer: Layer) -> Heads:

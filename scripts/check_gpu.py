@@ -7,6 +7,7 @@ Prints one line a check and exits 1 when one fails. The tests compare the same f
 
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval.decode import decode
 from eval.engine import Engines
 from eval.settings import Settings
+from eval.tree import DraftTree
+from eval.verify import follow
+from models.sampling import draw, law, sample
 from models.target import Target, load_target
 from recipes.schema import DECODERS, TargetConfig
 from tests.tiny import tiny_drafter, tiny_model_folder
@@ -39,26 +43,55 @@ def tree_is_verified_alike(target: Target, lengths: tuple[int, ...]) -> bool:
     return all(torch.allclose(one, other, atol=2e-4, rtol=2e-4) for one, other in pairs)
 
 
-def captured_decoding_says_the_same(target: Target, decoder: str) -> bool:
-    """Three times: as it stands, recorded, replayed."""
+def captured_decoding_says_the_same(target: Target, decoder: str, temperature: float) -> bool:
+    """Three times: as it stands, recorded, replayed; with batches of another size in between, since what one engine
+    recorded must outlive the next."""
     drafter = tiny_drafter(target, noise=0.0).cuda()
     prompts = [[5, 9, 3], [7] * 40, [11, 12]]
-    settings = Settings(decoder, NEW, depth=4, branch=4, nodes=20, gates=(0.3, 0.1, 0.5))
-    plain = decode(target, drafter, prompts, settings, engines=Engines(fixed=False))
-    engines = Engines()
-    return all(decode(target, drafter, prompts, settings, engines=engines).rows == plain.rows for _ in range(3))
+    settings = Settings(decoder, NEW, depth=4, branch=4, nodes=20, gates=(0.3, 0.1, 0.5), temperature=temperature)
+    engines, held = Engines(), []
+    for batch in (prompts, prompts[:1]) * 3:
+        plain = decode(target, drafter, batch, settings, engines=Engines(fixed=False))
+        held.append(decode(target, drafter, batch, settings, engines=engines).rows == plain.rows)
+    return all(held)
+
+
+def draws_are_the_laws() -> bool:
+    """Of 20,000 rows, all but the few whose noise falls between two tokens within rounding."""
+    source = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(20000, 5000, generator=source)).cuda()
+    noise = torch.rand(len(logits), dtype=torch.float64, generator=source).cuda()
+    found = sample(logits, 0.7, 0, 1.0, noise)
+    return bool((found != draw(law(logits.double(), 0.7), noise)).sum() <= 20)
+
+
+def walks_are_alike() -> bool:
+    source = torch.Generator().manual_seed(0)
+    B, N = 64, 24
+    parents = torch.stack([torch.randint(0, max(1, n), (B,), generator=source) for n in range(N)], 1)
+    tokens, chosen = (torch.randint(0, 4, (B, N), generator=source) for _ in range(2))
+    valid = torch.rand(B, N, generator=source) < 0.9
+    tree = DraftTree(tokens, parents, torch.zeros(B, N), torch.zeros_like(tokens), valid, N - 1)
+    names = ("tokens", "parents", "scores", "source", "valid")
+    there = replace(tree, **{name: getattr(tree, name).cuda() for name in names})
+    pairs = zip(follow(tree, chosen), follow(there, chosen.cuda()), strict=True)
+    return all(torch.equal(one, other.cpu()) for one, other in pairs)
 
 
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("no GPU here")
-    failed = 0
+    alone = {"draws": draws_are_the_laws(), "walks": walks_are_alike()}
+    failed = sum(not held for held in alone.values())
+    print(", ".join(f"{what}: {'equal' if held else 'DIFFERENT'}" for what, held in alone.items()))
     for family in ("llama", "qwen3", "mistral", "gemma3_text"):
         folder = tiny_model_folder(Path(tempfile.mkdtemp()), family, head_dim=16)
         target = load_target(TargetConfig(path=str(folder)), "cuda", torch.float32)
-        kernels = "fused kernels" if target.fusable else "plain layers"
+        kernels = "fused kernels" if target.kernels else "plain layers"
         results = {f"tree behind {n}": tree_is_verified_alike(target, n) for n in ((5, 70, 3), (300,))}
-        results |= {d: captured_decoding_says_the_same(target, d) for d in DECODERS}
+        results |= {
+            f"{d} at T = {t}": captured_decoding_says_the_same(target, d, t) for d in DECODERS for t in (0, 0.8)
+        }
         failed += sum(not held for held in results.values())
         for what, held in results.items():
             print(f"{family} ({kernels}), {what}: {'equal' if held else 'DIFFERENT'}", flush=True)

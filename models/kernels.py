@@ -1,0 +1,22 @@
+"""Which decoding kernels there are for a device."""
+
+from types import ModuleType
+
+import torch
+
+HEAD_SIZES = (16, 32, 64, 128, 256)
+
+
+def kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> ModuleType | None:
+    """`models.fused` on a GPU, `models.host` on a CPU in fp32 where it compiles; None where the plain layers serve."""
+    if head_dim not in HEAD_SIZES:
+        return None
+    if device.type == "cuda":
+        from models import fused
+
+        return fused
+    if device.type == "cpu" and dtype == torch.float32:
+        from models import host
+
+        return host if host.library() is not None else None
+    return None
