@@ -100,18 +100,9 @@ def kept_law(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`eval.rules_chain.kept_law`; `order` [B L V] is what a sort of all rows at once gives."""
     B, L = nodes_BL.shape
-    V, chunks, real = (
-        target.shape[2],
-        triton.cdiv(target.shape[2], BLOCK),
-        {"dtype": torch.float64, "device": p_BL.device},
-    )
-    sums, left, line = (
-        torch.empty(B, L, chunks, **real),
-        torch.empty(B, L, chunks, **real),
-        torch.empty(B, L, 3, **real),
-    )
-    kept, weights = torch.empty(B, L, V, **real), torch.empty(B, L + 1, **real)
-    seats, below, nodes = torch.empty_like(nodes_BL), torch.empty(B, L, **real), nodes_BL.contiguous()
+    V, chunks, new = target.shape[2], triton.cdiv(target.shape[2], BLOCK), p_BL.new_empty
+    sums, left, line, kept = new(B, L, chunks), new(B, L, chunks), new(B, L, 3), new(B, L, V)
+    weights, below, seats, nodes = new(B, L + 1), new(B, L), torch.empty_like(nodes_BL), nodes_BL.contiguous()
     wide, grid, P = triton.next_power_of_2(chunks), (B * L, chunks), draft.shape[1]
     _ranked_sums[grid](order, draft, nodes, tokens_BL.contiguous(), sums, seats, V, P, L, chunks, BLOCK, num_warps=8)
     _below[(B * L,)](order, draft, nodes, sums, seats, below, V, P, L, chunks, wide, BLOCK, num_warps=8)

@@ -342,17 +342,17 @@ def traverse(
     """`eval.rules_traversal.traverse`: the law over nodes [B, N] and the mix after each [B, N, 5]. `outline` is alike,
     counts, nodes, p and q of the drafts, `promo` what `promote` gave, None where nothing is promoted."""
     alike, counts, nodes, p, q = outline
-    (B, K, L), N, real = p.shape, target.shape[1], {"dtype": torch.float64, "device": target.device}
+    (B, K, L), N, new = p.shape, target.shape[1], p.new_empty
     M, DP = 1 + (L - 1) * K, max(2, triton.next_power_of_2(L + 1))
-    cells, lined, shared = torch.empty(B, K, L, 8, **real), torch.empty_like(nodes), nodes.new_empty(B, K)
+    cells, lined, shared = new(B, K, L, 8), torch.empty_like(nodes), nodes.new_empty(B, K)
     promoted = promo is not None
     shares, mean = promo if promo is not None else (cells, cells)
     _line_up[(B,)](
         nodes, alike.view(torch.uint8), counts, p, q, coins.contiguous(), shares, mean, cells, lined, shared, K, L, M,
         max(2, triton.next_power_of_2(K)), promoted, num_warps=1,
     )  # fmt: skip
-    state, leaves = torch.empty(B, K, L, 9, **real), torch.empty(B, K, **real)
-    fork, rows, sums = torch.empty(B, 1, 5, **real), nodes.new_empty(B, 1), cells
+    state, leaves = new(B, K, L, 9), new(B, K)
+    fork, rows, sums = new(B, 1, 5), nodes.new_empty(B, 1), cells
     for k in range(K):
         chunks = sums.shape[2] if k else 1
         _walk_step[(B,)](
@@ -361,7 +361,7 @@ def traverse(
         )  # fmt: skip
         if k + 1 < K:
             sums = parts(target, draft, fork, rows)
-    mix, weights, law = torch.empty(B, N, 5, **real), torch.empty(B, M, 2, **real), torch.zeros(B, N, **real)
+    mix, weights, law = new(B, N, 5), new(B, M, 2), p.new_zeros(B, N)
     _gather[(B,)](lined, shared, state, shares, mix, weights, K, L, M, N, promoted, DP, num_warps=1)
     sums = parts(target, draft, mix[:, :M], None)
     chunks = sums.shape[2]

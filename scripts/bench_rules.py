@@ -10,9 +10,11 @@ launches, and how many tensors of the size of all laws [K, L, V] it writes. On a
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -22,16 +24,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from eval.rules import TABLE, faults, verify
 from eval.tree import merged
-from eval.verify import Drafts, walk
+from eval.verify import Drafts, follow
 from models.capture import Steps
-from models.sampling import draw, law
+from models.sampling import draw, law, sample
 from models.target import choose_device
 
 SETS = 3  # of laws, in turn: together more than a GPU's cache holds
 
 
 class Counter(TorchDispatchMode):
-    """Counts operations that launch something, and those that write as much as all laws together."""
+    """Counts operations that launch something, and those that write as much as all laws together. The kernels of
+    eval/kernels*.py are launched past torch, and write no whole laws: they are counted one by one."""
 
     def __init__(self, whole: int) -> None:
         super().__init__()
@@ -47,6 +50,22 @@ class Counter(TorchDispatchMode):
             self.launches += 1
             self.copies += any(x.numel() >= self.whole for x in new)
         return out
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self)
+            if device.type == "cuda":
+                from triton.runtime.jit import JITFunction
+
+                real = JITFunction.run
+
+                def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+                    self.launches += 1
+                    return real(kernel, *args, **kwargs)
+
+                stack.enter_context(patch.object(JITFunction, "run", run))
+            yield
 
 
 def random_drafts(
@@ -68,11 +87,10 @@ def random_drafts(
     return Drafts(tokens, draft, law(logits, 1.0), coins), logits
 
 
-def match(drafts: Drafts, uniforms_BD: Tensor) -> Any:
-    """Sample-and-match: a draw of the target's at every depth of the walk."""
+def match(drafts: Drafts, logits: Tensor, uniforms_BN: Tensor) -> Any:
+    """Sample-and-match, as decoding does it: the target's own token after every node, and a walk."""
     tree = merged(torch.zeros_like(drafts.tokens[:, 0, 0]), drafts.tokens)
-    rows = torch.arange(len(drafts.tokens), device=drafts.tokens.device)
-    return walk(tree, lambda node, depth: draw(drafts.target[rows, node].double(), uniforms_BD[:, depth]))
+    return follow(tree, sample(logits, 1.0, 0, 1.0, uniforms_BN))
 
 
 def milliseconds(step: Callable[[int], Any], rounds: int, device: torch.device) -> float:
@@ -107,7 +125,7 @@ def main(argv: list[str]) -> None:
     print(f"{name}: V = {vocab}, L = {length}, batch {batch}, fp32 laws, {options['rounds']} rounds", flush=True)
     print(f"{'rule':>14}{'paths':>7}{'ms':>9}{'launches':>10}{'whole-law writes':>18}")
     made = {k: [random_drafts(i, batch, k, length, vocab, device) for i in range(SETS)] for k in sorted({1, paths})}
-    uniforms = torch.rand(batch, 2 + length, device=device, dtype=torch.float64)
+    uniforms = torch.rand(batch, 1 + length * paths, device=device, dtype=torch.float64)
     chosen = options["rules"].split(",") if options["rules"] else [rule.name for rule in TABLE] + ["match"]
     work: list[tuple[str, int, Callable[[Drafts, Tensor], Any]]] = []
     for rule in TABLE:
@@ -116,7 +134,7 @@ def main(argv: list[str]) -> None:
                 (rule.name, paths if rule.several else 1, lambda d, _, rule=rule: verify(rule, d, uniforms[:, :2]))
             )
     if "match" in chosen:
-        work.append(("match", paths, lambda d, _: match(d, uniforms)))
+        work.append(("match", paths, lambda d, logits: match(d, logits, uniforms)))
     work.append(("(faults)", paths, lambda d, _: faults(d)))
     work.append(("(target's law)", paths, lambda _, logits: law(logits, 1.0)))
     for label, k, judge in work:
@@ -127,8 +145,10 @@ def main(argv: list[str]) -> None:
             d, logits = made[k][i]  # a new object a round: what it keeps of itself belongs to the round
             return steps.run((label, i), lambda: judge(Drafts(d.tokens, d.draft, d.target, d.coins), logits))
 
-        with Counter(batch * length * k * vocab) as counter:
-            judge(copies[0], made[k][0][1])
+        judge(copies[0], made[k][0][1])
+        counter = Counter(batch * length * k * vocab)
+        with counter.on(device):
+            judge(copies[1], made[k][1][1])
         for i in range(3 * SETS):
             step(i % SETS)
         cost = milliseconds(step, int(options["rounds"]), device)
