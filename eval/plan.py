@@ -75,6 +75,9 @@ def settings_of(decoder: str, e: EvalConfig, **changes: Any) -> Settings:
     return replace(settings, **changes)
 
 
+POLICY = ("verifier", "paths", "draft_temperature", "draft_top_p")  # of Settings: how `chain` drafts and is judged
+
+
 def sampling_of(e: EvalConfig, temperature: float) -> dict[str, Any]:
     """How `chain` drafts and is verified: with eval.verifier=auto greedily at temperature 0, and above it sampled with
     the best rule that was measured. Unless it is given, the draft temperature is the target's where a rule asks for
@@ -86,6 +89,16 @@ def sampling_of(e: EvalConfig, temperature: float) -> dict[str, Any]:
     if heat is None:
         heat = temperature if verifier in RULES and RULES[verifier].laws else 0.0
     return {"verifier": verifier, "paths": e.paths, "draft_temperature": heat, "draft_top_p": e.draft_top_p}
+
+
+def policies(e: EvalConfig) -> list[dict[str, Any]]:
+    """Ways for `chain` to draft and to be judged, for the tuner to choose among: changes of Settings. Where the recipe
+    names a rule, paths or a draft temperature, and at temperature 0, there is nothing to choose."""
+    if e.temperature == 0 or e.verifier != "auto" or e.paths > 1 or e.draft_temperature is not None:
+        return [{}]
+    rules = [("match", 1, 0.0), (BEST_OF_ONE, 1, e.temperature)]
+    rules += [(BEST_OF_SEVERAL, paths, e.temperature) for paths in (2, 4)]
+    return [{"verifier": rule, "paths": paths, "draft_temperature": heat} for rule, paths, heat in rules]
 
 
 def plan(
@@ -147,7 +160,7 @@ def asked(recipe: Recipe) -> dict[str, Any]:
     e = recipe.eval
     names = [recipe.decoder] if recipe.decoder else list(e.decoders)
     shape = {"nodes": e.nodes, "depth": e.depth, "branch": e.branch, "gates": list(e.gates)}
-    rule = {key: getattr(e, key) for key in ("verifier", "paths", "draft_temperature", "draft_top_p")}
+    rule = {key: getattr(e, key) for key in POLICY}
     return {"decoders": names, "chain_length": e.chain_length, **shape, **rule}
 
 
@@ -158,6 +171,8 @@ def tuned_shapes(tuned: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for name in GATED:
         if name in best:
             shapes[name]["gates"] = tuple(best[name]["gates"])
+    if "chain" in best:
+        shapes["chain"] |= {key: best["chain"][key] for key in POLICY}
     if "eagle" in best and "graft" in best:
         leader, other = (
             ("graft", "eagle") if best["graft"]["tokens_per_s"] >= best["eagle"]["tokens_per_s"] else ("eagle", "graft")

@@ -18,7 +18,7 @@ from eval.decode import decode
 from eval.engine import Engines
 from eval.rules import TABLE, Rule, faults, verify
 from eval.settings import Settings
-from eval.tree import DraftTree
+from eval.tree import FIELDS, DraftTree
 from eval.verify import Drafts, follow
 from models.sampling import draw, law, sample
 from models.target import Target, load_target
@@ -74,8 +74,7 @@ def walks_are_alike() -> bool:
     tokens, chosen = (torch.randint(0, 4, (B, N), generator=source) for _ in range(2))
     valid = torch.rand(B, N, generator=source) < 0.9
     tree = DraftTree(tokens, parents, torch.zeros(B, N), torch.zeros_like(tokens), valid, N - 1)
-    names = ("tokens", "parents", "scores", "source", "valid")
-    there = replace(tree, **{name: getattr(tree, name).cuda() for name in names})
+    there = replace(tree, **{name: getattr(tree, name).cuda() for name in FIELDS})
     pairs = zip(follow(tree, chosen), follow(there, chosen.cuda()), strict=True)
     return all(torch.equal(one, other.cpu()) for one, other in pairs)
 
