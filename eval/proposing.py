@@ -18,11 +18,7 @@ from eval.paths import Drawn, draw_paths
 from eval.rules import rule_of
 from eval.settings import GATED, Settings
 from eval.talon import talon
-<<<<<<< HEAD
-from eval.tree import RETRIEVAL, DraftTree, compact, merged, root_only
-=======
-from eval.tree import FIELDS, RETRIEVAL, DraftTree, compact, root_only
->>>>>>> c54f81cee74f15dfca8d265324bcd5730325a10b
+from eval.tree import FIELDS, RETRIEVAL, DraftTree, compact, merged, root_only
 from models.capture import Steps
 from models.target import padded
 

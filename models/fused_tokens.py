@@ -226,8 +226,8 @@ def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float | Tensor) -> Tensor:
-    """`models.sampling.draw` of the plain law at a temperature, or at one for each row, in fp32: [..., V], float64 [...]
-    -> int64 [...]."""
+    """`models.sampling.draw` of the plain law at a temperature, or at one for each row, in fp32: [..., V], float64
+    [...] -> int64 [...]."""
     V, block = logits.shape[-1], 2048
     rows, chunks = logits.numel() // V, triton.cdiv(V, block)
     peaks, masses = (logits.new_empty(rows, chunks, dtype=torch.float32) for _ in range(2))
