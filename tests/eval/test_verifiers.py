@@ -14,8 +14,23 @@ from eval.paths import draw_paths
 from eval.plan import check_settings, describe, settings_of, settings_record
 from eval.plan import plan as plan_of
 from eval.proposing import Sampled, proposer
-from eval.rules import FAULTS, RULES, TABLE, faults, guard, refuse, rule_of, stack_paths, verify, words
+from eval.rules import (
+    BEST_OF_ONE,
+    BEST_OF_SEVERAL,
+    FAULTS,
+    RULES,
+    TABLE,
+    faults,
+    guard,
+    refuse,
+    rule_of,
+    stack_paths,
+    verify,
+    words,
+)
 from eval.settings import Settings
+from eval.trials import Trial
+from eval.tune import candidates
 from eval.verify import Drafts, Stops
 from models.capture import Steps
 from models.eagle3 import Eagle3
@@ -369,3 +384,29 @@ def test_a_rule_waits_for_nothing_on_the_host(pair: tuple[Target, Eagle3], monke
     for name, paths in CASES:
         settings = replace(SAMPLED, max_new_tokens=4, verifier=name, paths=paths)
         decode(*pair, PROMPTS, settings, engines=Engines(fixed=True))
+
+
+def test_the_tuner_tries_rules_above_temperature_0_where_the_recipe_leaves_it_free() -> None:
+    def tried(**changes: Any) -> set[tuple[str, int, float]]:
+        found = candidates(Recipe(recipe="smollm2", eval=EvalConfig(decoders=["chain"], **changes)), "cuda")
+        for settings in found:
+            rule_of(settings)
+        return {(s.verifier, s.paths, s.draft_temperature) for s in found if s.decoder == "chain"}
+
+    assert tried() == {("match", 1, 0.0)}
+    assert tried(temperature=0.7) == {
+        ("match", 1, 0.0),
+        (BEST_OF_ONE, 1, 0.7),
+        (BEST_OF_SEVERAL, 2, 0.7),
+        (BEST_OF_SEVERAL, 4, 0.7),
+    }
+    assert tried(temperature=0.7, verifier="token") == {("token", 1, 0.7)}
+    assert tried(temperature=0.7, paths=3) == {(BEST_OF_SEVERAL, 3, 0.7)}
+
+
+def test_a_tuned_rule_is_the_one_that_is_run() -> None:
+    best = Trial(replace(SAMPLED, verifier="traversal", paths=4)).record()
+    recipe = Recipe(recipe="smollm2", eval=EvalConfig(decoders=["ar", "chain"], temperature=1.0))
+    chain = plan_of(recipe, {"best": {"chain": best}})[1].settings
+    assert (chain.verifier, chain.paths, chain.draft_temperature, chain.draft_top_p) == ("traversal", 4, 0.8, 0.95)
+    assert chain.depth == 4
