@@ -104,7 +104,7 @@ def multipath(drafts: Drafts) -> Stops:
     the draft law becomes the law of the kept path. With x the draft's mass of a prefix and A that of the prefixes of
     its length that rank below it, it is kept with (A + x)^K - A^K; A and x are carried as shares of A + x.
     """
-    bits = (drafts.length * len(drafts.tokens) - 1).bit_length() if drafts.tokens.is_cuda else 0
+    bits = (drafts.length * len(drafts.tokens)).bit_length() if drafts.tokens.is_cuda else 0
     path = highest(drafts, bits)
     node = drafts.nodes.gather(1, path.view(-1, 1, 1).expand(-1, 1, drafts.length + 1)).squeeze(1)
     pick = path.view(-1, 1, 1).expand(-1, 1, drafts.length)
