@@ -11,9 +11,10 @@ from torch import Tensor
 from eval.decode import decode
 from eval.engine import Clock, Engine, Engines
 from eval.paths import draw_paths
-from eval.plan import check_settings, describe, settings_of, settings_record
+from eval.plan import Entry, check_settings, describe, settings_of, settings_record
 from eval.plan import plan as plan_of
 from eval.proposing import Sampled, proposer
+from eval.report import lossless_lines
 from eval.rules import (
     BEST_OF_ONE,
     BEST_OF_SEVERAL,
@@ -410,3 +411,18 @@ def test_a_tuned_rule_is_the_one_that_is_run() -> None:
     chain = plan_of(recipe, {"best": {"chain": best}})[1].settings
     assert (chain.verifier, chain.paths, chain.draft_temperature, chain.draft_top_p) == ("traversal", 4, 0.8, 0.95)
     assert chain.depth == 4
+
+
+@pytest.mark.parametrize(("verifier", "said"), [("block", "verifier block: lossless"), ("spectr_gbv", "NOT lossless")])
+def test_the_report_names_the_policy_and_the_rule_of_every_decoder(verifier: str, said: str) -> None:
+    settings = {"ar": Settings("ar", temperature=1.0), "chain": replace(SAMPLED, verifier=verifier)}
+    settings["eagle"] = Settings("eagle", temperature=1.0)
+    tables = [
+        {"decoder": name, "checks": {"dtype": "float32"}, "settings": settings_record(Entry(name, s), 1)}
+        for name, s in settings.items()
+    ]
+    lines = lossless_lines(tables)
+    assert any(
+        line.startswith("chain: 1 path sampled at temperature 0.8, top_p 0.95") and said in line for line in lines
+    )
+    assert any(line.startswith("eagle: ") and "sample-and-match" in line for line in lines)
