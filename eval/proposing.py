@@ -5,7 +5,7 @@ matrix, and the rows' texts. B rows, N nodes.
 """
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,9 +16,11 @@ from eval.blocks import BlockDrafting, confident, filled
 from eval.copying import Lookup, Suffix
 from eval.drafting import GATE_DEPTHS, UNGATED, EagleDrafting, draft_budgets, rerank
 from eval.matrix import SuccessorMatrix, by_weight, graft, hang, retrieve, template
+from eval.paths import Drawn, draw_paths
+from eval.rules import rule_of
 from eval.settings import GATED, Settings
 from eval.talon import talon
-from eval.tree import FIELDS, RETRIEVAL, DraftTree, compact, root_only
+from eval.tree import FIELDS, RETRIEVAL, DraftTree, compact, merged, root_only
 from models.capture import Steps
 from models.target import padded
 from recipes.schema import UserError
@@ -33,12 +35,13 @@ class Laps(Protocol):
 @dataclass(frozen=True)
 class Proposal:
     """A round's tree, each row's gate stage and merged nodes [B], and a name for where these lie: what a captured step
-    reads must be in the same place whenever the name is the same."""
+    reads must be in the same place whenever the name is the same. Sampled drafts have their laws beside them."""
 
     tree: DraftTree
     stage: Tensor
     merged: Tensor
     place: Hashable = None
+    drawn: Drawn | None = None
 
 
 class Texts:
@@ -70,6 +73,7 @@ class Proposer:
     """Plain decoding: nothing is proposed."""
 
     line = True  # nodes follow one another, so that neither positions nor masks are needed
+    peeks = False  # how sure the drafter is of the tokens that it drafted decides which of them are verified
     drafting: EagleDrafting | BlockDrafting | None = None
     matrix: SuccessorMatrix | None = None
 
@@ -99,6 +103,7 @@ class Drafted(Proposer):
         self.branch = 1 if self.line else settings.branch
         depths = GATE_DEPTHS if settings.decoder in GATED else ()
         self.gates = tuple(g for g, d in zip(settings.gates, depths, strict=False) if d <= settings.depth)
+        self.peeks = not self.line
         self.kept = draft_budgets(settings.most)
         self.budgets = torch.tensor(self.kept, device=roots_B.device)
 
@@ -209,12 +214,14 @@ class Blocked(Proposer):
 
     def __init__(self, settings: Settings, roots_B: Tensor, fixed: bool, drafting: BlockDrafting, vocab: int) -> None:
         super().__init__(settings, roots_B, fixed)
-        if settings.decoder not in ("chain", "prune", "graft"):
-            raise UserError(f"decoder={settings.decoder} is not for a drafter of lines. Use chain, prune or graft")
+        if settings.decoder not in ("chain", "prune", "graft") or settings.samples:
+            raise UserError(
+                f"decoder={settings.decoder} is not for a drafter of lines. Use chain, prune or graft, greedily"
+            )
         self.drafting: BlockDrafting = drafting
         self.matrix = SuccessorMatrix(vocab, roots_B.device) if settings.remembers else None
         gate = settings.gates[0] if settings.decoder in GATED else 0.0
-        self.bar = math.log(gate) if gate else -math.inf
+        self.peeks, self.bar = gate > 0, math.log(gate) if gate else -math.inf
 
     def propose(self, steps: Steps, clock: Laps) -> Proposal:
         tokens, logp = steps.run("block", lambda: self.drafting.block(self.settings.depth))
@@ -283,6 +290,7 @@ class Talon(Proposer):
     """`talon`: a drafter's tree that is deep where it is sure and wide where it is not."""
 
     line = False
+    peeks = True
 
     def __init__(self, settings: Settings, roots_B: Tensor, fixed: bool, drafting: EagleDrafting) -> None:
         super().__init__(settings, roots_B, fixed)
@@ -297,14 +305,56 @@ class Talon(Proposer):
         return Proposal(tree if self.fixed else compact(tree), self.stage, self.merged, f.level)
 
 
+class Sampled(Proposer):
+    """`chain` at a draft temperature: K paths drawn independently, merged into a tree, with the laws that `rule` asks
+    for. `noise` gives so many uniforms a row [B, n], new ones each round."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        roots_B: Tensor,
+        fixed: bool,
+        drafting: EagleDrafting,
+        vocab_size: int,
+        noise: Callable[[int], Tensor],
+    ) -> None:
+        super().__init__(settings, roots_B, fixed)
+        self.drafting: EagleDrafting = drafting
+        self.line, self.noise = settings.paths == 1, noise
+        rule = rule_of(settings)
+        inner = 1 + (settings.depth - 1) * settings.paths if rule is not None and rule.laws else 0
+        self.laws = torch.zeros(len(roots_B), inner, vocab_size, device=roots_B.device)
+
+    def propose(self, steps: Steps, clock: Laps) -> Proposal:
+        tree, drawn = steps.run("paths", self._draw)
+        clock.lap("draft")
+        return Proposal(tree, self.stage, self.merged, drawn=drawn)
+
+    def _draw(self) -> tuple[DraftTree, Drawn]:
+        s = self.settings
+        B, count = len(self.roots), s.paths * s.depth
+        noise = self.noise(2 * count + 2)
+        shape, parts = (B, s.paths, s.depth), noise.split([count, count, 2], 1)
+        tokens = draw_paths(self.drafting, parts[0].view(shape), s.draft_temperature, s.draft_top_p, self.laws)
+        return merged(self.roots, tokens), Drawn(tokens, self.laws, parts[1].view(shape), parts[2])
+
+
 def proposer(
-    settings: Settings, roots_B: Tensor, fixed: bool, drafting: EagleDrafting | BlockDrafting | None, vocab_size: int
+    settings: Settings,
+    roots_B: Tensor,
+    fixed: bool,
+    drafting: EagleDrafting | BlockDrafting | None,
+    vocab_size: int,
+    noise: Callable[[int], Tensor] | None = None,
 ) -> Proposer:
-    """The proposer of a decoder; `drafting` is there where `settings.drafts`."""
+    """The proposer of a decoder; `drafting` is there where `settings.drafts`, `noise` where it samples."""
     assert (drafting is not None) == settings.drafts
     if drafting is not None:
         if not isinstance(drafting, EagleDrafting):
             return Blocked(settings, roots_B, fixed, drafting, vocab_size)
+        if settings.samples:
+            assert noise is not None
+            return Sampled(settings, roots_B, fixed, drafting, vocab_size, noise)
         if settings.decoder == "talon":
             return Talon(settings, roots_B, fixed, drafting)
         if settings.remembers:

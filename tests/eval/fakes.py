@@ -1,7 +1,8 @@
 """A target of characters and a decoder with a price list, so that the harness can be tested without a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -17,10 +18,11 @@ from recipes.schema import EvalConfig, Recipe
 class Letters:
     """A tokenizer whose tokens are characters."""
 
-    chat_template = "letters"
+    chat_template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
+    special_tokens_map: Mapping[str, str] = MappingProxyType({})
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
-        return "".join(f"{m['role'][0]}:{m['content']}\n" for m in messages)
+    def get_chat_template(self, **_: Any) -> str:
+        return self.chat_template
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) % 128 for letter in text]}

@@ -123,8 +123,10 @@ def test_the_confident_beginning_is_kept_and_the_matrix_fills_the_rest(decoder: 
     assert tree.size == 1 + LENGTH if fixed else tree.size <= 1 + LENGTH
 
 
-@pytest.mark.parametrize("decoder", ["eagle", "talon", "splice"])
-def test_a_drafter_of_lines_has_no_tree(decoder: str) -> None:
+@pytest.mark.parametrize(
+    "settings", [Settings("eagle"), Settings("talon"), Settings("splice"), Settings("chain", draft_temperature=1.0)]
+)
+def test_a_drafter_of_lines_has_no_tree_and_draws_nothing(settings: Settings) -> None:
     oracle = Oracle([], KVCache(1, 1, 1, 8, 8, torch.device("cpu"), torch.float32), [[]], slice(None))
     with pytest.raises(UserError, match="Use chain, prune or graft"):
-        proposer(Settings(decoder), torch.tensor([3]), False, oracle, 12)
+        proposer(settings, torch.tensor([3]), False, oracle, 12)

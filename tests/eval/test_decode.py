@@ -313,3 +313,14 @@ def test_prompts_that_wait_take_the_places_of_those_that_ended(
         for row in found.rows:
             if row.rounds:
                 check_books(row, settings.decoder, settings.depth, NEW)
+
+
+@pytest.mark.parametrize(("verifier", "paths"), [("block", 1), ("promoted", 3)])
+def test_sampled_drafts_do_not_depend_on_who_was_there_before(
+    target: Target, drafter: Eagle3, prompts: list[list[int]], verifier: str, paths: int
+) -> None:
+    settings = Settings("chain", NEW, 1.0, depth=3, verifier=verifier, paths=paths, draft_temperature=1.0)
+    alone = [decode(target, drafter, [p], settings, row_ids=[i]).rows[0].tokens for i, p in enumerate(prompts)]
+    found = decode(target, drafter, prompts, settings, slots=1)
+    assert [row.tokens for row in found.rows] == alone
+    assert [row.tokens for row in decode(target, drafter, prompts, settings, slots=2).rows] == alone
