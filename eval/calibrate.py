@@ -28,7 +28,7 @@ from eval.plan import check_settings, settings_of
 from eval.proposing import Grafted, Laps, Proposal, Proposer
 from eval.results import environment
 from eval.settings import GATED, PUBLISHED_GATES, Settings
-from eval.tree import DraftTree
+from eval.tree import FIELDS, DraftTree
 from eval.verify import walk
 from models.capture import Steps
 from models.eagle3 import Eagle3
@@ -111,8 +111,7 @@ def watch(target: Target, drafter: Eagle3, settings: Settings, batch: "Batch", m
 def accepted(tree: DraftTree, text_BT: Tensor, place_B: Tensor) -> Tensor:
     """How many drafts the target would accept whose text after the root goes on as given."""
     index = torch.arange(len(place_B))
-    names = ("tokens", "parents", "scores", "source", "valid")
-    host = replace(tree, **{name: getattr(tree, name).cpu() for name in names})
+    host = replace(tree, **{name: getattr(tree, name).cpu() for name in FIELDS})
     last = text_BT.shape[1] - 1
     return walk(host, lambda _, depth: text_BT[index, (place_B + 1 + depth).clamp(max=last)])[1]
 

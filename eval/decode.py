@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from eval.engine import Clock, Engines, Facts
 from eval.matrix import SuccessorMatrix
+from eval.memory import ran_out
 from eval.settings import Settings
 from eval.tree import RETRIEVAL
 from models.eagle3 import Eagle3
@@ -32,6 +34,7 @@ class RowResult:
     positions_offered: list[int] = field(default_factory=list)  # rounds that drafted at depth j + 1, uncut
     positions_accepted: list[int] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=lambda: {"drafter": 0, "retrieval": 0})
+    origins: list[str] = field(default_factory=list)  # of each token: drafter, retrieval, or bonus (the target's own)
     stages: dict[str, int] = field(default_factory=lambda: dict.fromkeys(STAGES, 0))
     merged: int = 0  # retrieved nodes that the draft already had
     nodes: int = 0  # verified nodes over all rounds, roots not counted
@@ -61,6 +64,8 @@ def record(row: RowResult, facts: Facts, ends: frozenset[int], limit: int) -> No
     _book(row, kept, emitted, facts.drafted, cut=emitted <= facts.accepted)
     row.nodes += facts.nodes
     from_matrix = sum(source == RETRIEVAL for source in facts.sources[:kept])
+    row.origins += ["retrieval" if source == RETRIEVAL else "drafter" for source in facts.sources[:kept]]
+    row.origins += ["bonus"] * (emitted - kept)
     row.sources["retrieval"] += from_matrix
     row.sources["drafter"] += kept - from_matrix
     row.stages[STAGES[facts.stage]] += 1
@@ -90,18 +95,23 @@ def decode(
     matrix: SuccessorMatrix | None = None,
     row_ids: list[int] | None = None,
     engines: Engines | None = None,
+    watch: Callable[[list[RowResult]], None] | None = None,
 ) -> Decoded:
     """Decode a batch of prompts (token ids, ragged). `matrix` is carried: `graft` and `recycle` read and update it in
     place; without one they start cold. `row_ids` name the rows' noise at T > 0, so that an output does not depend on
-    its batch. `engines` keeps what is allocated and captured for the next call."""
+    its batch. `engines` keeps what is allocated and captured for the next call; `watch` sees the rows after prefill and
+    after each round."""
     engine = (engines or Engines()).get(target, drafter, settings, len(prompts), max(map(len, prompts)))
     clock, limit = Clock(target.device), settings.max_new_tokens
-    rows = [RowResult(tokens=[token]) for token in engine.prefill(prompts, row_ids or [*range(len(prompts))], matrix)]
+    first = engine.prefill(prompts, row_ids or [*range(len(prompts))], matrix)
+    rows = [RowResult(tokens=[token], origins=["bonus"]) for token in first]
     clock.lap("prefill")
     for row in rows:
         row.done = row.tokens[0] in target.eos_ids or limit <= 1
     done = [row.done for row in rows]
     engine.finish(done)
+    if watch is not None:
+        watch(rows)
     begun, rounds = time.perf_counter(), 0
     while not all(done):
         facts = engine.round(clock, done)
@@ -111,6 +121,8 @@ def decode(
         if done != [row.done for row in rows]:
             done = [row.done for row in rows]
             engine.finish(done)
+        if watch is not None:
+            watch(rows)
         rounds += 1
     seconds = time.perf_counter() - begun
     engine.save(matrix)
@@ -118,5 +130,17 @@ def decode(
 
 
 def decode_keeping(longest: int = 0) -> Callable[..., Decoded]:
-    """`decode` with engines of its own, for many calls on prompts of at most `longest` tokens (more make it slower)."""
-    return partial(decode, engines=Engines(longest=longest))
+    """`decode` with engines of its own, for many calls on prompts of at most `longest` tokens (more make it slower);
+    they are let go when memory runs out."""
+    engines = Engines(longest=longest)
+
+    def keeping(*given: Any, **named: Any) -> Decoded:
+        nonlocal engines
+        try:
+            return partial(decode, engines=engines)(*given, **named)
+        except (RuntimeError, MemoryError) as error:
+            if ran_out(error):
+                engines = Engines(longest=longest)
+            raise
+
+    return keeping

@@ -96,8 +96,9 @@ class EagleDrafting:
         self.drafter, self.target, self.vocab = drafter, target, drafter.vocab.to(target.device)
         self.cache: KVCache = drafter.new_cache(rows, capacity)
         weight = drafter.fc.weight
-        able = kernels(target.device, weight.dtype, drafter.config.head_dim) is not None
-        self._packed = drafter.pack() if able else None  # held for the captured steps that read it
+        self.kernels = kernels(target.device, weight.dtype, drafter.config.head_dim)
+        if self.kernels:
+            drafter.pack()
         self.state_B1H = torch.zeros(rows, 1, weight.shape[0], device=weight.device, dtype=weight.dtype)
 
     @torch.no_grad()
@@ -134,7 +135,7 @@ class EagleDrafting:
         while f.level < level:
             B, k = f.tokens.shape
             states = self.drafter.step(f.states, self.target.embed(f.tokens), self.cache, f.level - 1, f.ancestors)
-            if states.is_cuda and self._packed is not None and self.cache.bucket:
+            if states.is_cuda and self.kernels and self.cache.bucket:
                 f = self._expanded(f, states)
                 continue
             logp, grown = self.top(states, k)

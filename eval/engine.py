@@ -175,6 +175,7 @@ class Engine:
         clock.lap("verify")
         path, said, facts = self.steps.run("accept", lambda: self._accept(proposal, verified))
         clock.lap("accept")
+        self.seen = proposal.tree, path  # for whoever draws it, until the next round
         if self.fixed:
             counts_B = self.steps.run("count", lambda: (facts[:, 0] + 1) * self.alive)
             self.steps.run("commit", lambda: self._commit(verified, path, said, counts_B, None))

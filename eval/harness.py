@@ -6,6 +6,7 @@ conversation follows the answer that `ar` gave to turn 1, so that all decoders s
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from data_prep.loops import is_loop
 from data_prep.prompts import Prompt
-from eval import lossless, report, results, tune
+from eval import lossless, picture, report, results, tune
 from eval.decode import Decoded, RowResult, decode_keeping
 from eval.matrix import SuccessorMatrix
 from eval.matrix_file import starting_matrix
+from eval.memory import SMALLER, attempt, by_halving
 from eval.outcome import (
     Outcome,
     disjoint,
@@ -25,6 +27,7 @@ from eval.outcome import (
     in_dtype,
     longest_prompt,
     new_matrix,
+    no_room_for_prompts,
     row_id,
     warmup_prompts,
 )
@@ -51,6 +54,17 @@ class Bench:
     matrices: dict[str, SuccessorMatrix] = field(default_factory=dict)
     outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
     skipped: list[dict[str, Any]] = field(default_factory=list)
+    size: int = 0  # rows of a timed batch; the recipe's, or the largest that memory holds
+    no_room: list[int] = field(default_factory=list)  # sizes that memory did not hold
+
+    def __post_init__(self) -> None:
+        self.size = self.size or self.recipe.eval.batch_size
+
+    def shrink(self, size: int) -> None:
+        """Half of `size`, which memory does not hold."""
+        self.no_room.append(size)
+        self.size = (size + 1) // 2
+        print(f"out of memory at batch {size}: trying {self.size}", flush=True)
 
     @property
     def limit(self) -> int:
@@ -80,15 +94,18 @@ def evaluate(
     drafter_name: str = "",
     load_fp32: Callable[[], Target] | None = None,
     decode: Decode | None = None,
+    sizes: Sequence[dict[str, Any]] = (),
 ) -> list[dict[str, Any]]:
     """Run every decoder of the recipe on `prompts`; returns one results.json dict a decoder, `ar` first.
 
     `warmup` prompts (default: some that ship with Espalier) warm the matrix and serve the tuner; those that are also
-    measured are left out. `tuned` is a tuned.json; with eval.tune and none given, tuning comes first. `calibrated` is
-    what `eval.calibrated` read. With `out`, the results, report.md, plots and tuned.json are written there. `load_fp32`
-    gives the target in float32, for the lossless check of a run in another dtype.
+    measured are left out. `tuned` is what `tune.tune` found; with eval.tune and none given, tuning comes first.
+    `calibrated` is what `eval.calibrated` read. With `out`, the results, report.md, plots and tuned.json are written
+    there. `load_fp32` gives the target in float32, for the lossless check of a run in another dtype. `sizes` (of
+    eval.sweep) and the picture of one round's tree, where decoding is our own, go into the report.
     """
     check_settings(recipe)
+    draws = decode is None
     decode = decode or decode_keeping(longest_conversation(recipe, target, prompts))
     drafter = in_dtype(drafter, target.dtype) if drafter is not None else None
     if not prompts:
@@ -96,11 +113,12 @@ def evaluate(
     spare = disjoint(warmup if warmup is not None else warmup_prompts(), prompts)
     with lossless.exact_matmul(target):
         if recipe.eval.tune and tuned is None and drafter is not None:
-            beside = Path(drafter_name) if drafter_name else None
-            tuned = tune.tune(recipe, target, drafter, spare, beside, decode=decode)
+            tuned = tune.tune(recipe, target, drafter, spare, decode=decode)
         bench = Bench(recipe, target, drafter, plan(recipe, tuned, drafter is not None, calibrated), decode)
         announce(bench, len(prompts))
         if all(len(encode(target, recipe, prompt)) > bench.limit for prompt in prompts):
+            if bench.limit < 1:
+                raise UserError(no_room_for_prompts(target, recipe.eval))
             longest = f"every prompt is longer than {bench.limit} tokens"
             raise UserError(f"{longest}. Raise eval.max_prompt, or lower eval.max_new_tokens")
         warm_up(bench, spare)
@@ -109,7 +127,7 @@ def evaluate(
         checks = lossless.check(bench, load_fp32)
     tables = results.build(bench, checks, tuned, drafter_name)
     if out is not None:
-        report.write(tables, tuned, out)
+        report.write(tables, tuned, out, sizes, attempt(partial(picture.sketch, bench)) if draws else None)
     report.summary(tables, out)
     return tables
 
@@ -132,10 +150,11 @@ def validation_tau(
     encoded = [encode(target, recipe, prompt) for prompt in prompts]
     fitting = sorted((ids for ids in encoded if len(ids) <= longest_prompt(target, recipe.eval)), key=len)
     rows: list[RowResult] = []
-    size = UNTIMED_BATCH[target.device.type]
-    for start in range(0, len(fitting), size):
-        batch = fitting[start : start + size]
-        rows += decode(target, drafter, batch, settings, matrix=None, row_ids=list(range(len(batch)))).rows
+
+    def run(batch: Sequence[list[int]]) -> None:
+        rows.extend(decode(target, drafter, batch, settings, matrix=None, row_ids=list(range(len(batch)))).rows)
+
+    by_halving(fitting, UNTIMED_BATCH[target.device.type], run)
     kept = [row for row in rows if not is_loop(row.tokens)] or rows
     rounds = sum(row.rounds for row in kept)
     return sum(row.emitted for row in kept) / rounds if rounds else 1.0
@@ -165,21 +184,51 @@ def warm_up(bench: Bench, spare: Sequence[Prompt]) -> None:
             matrix = starting_matrix(entry.matrix, t.vocab_size, t.device, t.fingerprint)
             bench.matrices[entry.label] = matrix
             batch = encoded[: warm_prompts(entry.matrix)]
-            if batch:
-                bench.run(entry.settings, batch, list(range(len(batch))), matrix)
-    first = FIRST_TOKENS[bench.target.device.type]
+            by_halving(batch, max(len(batch), 1), partial(_teach, bench, entry, matrix))
     for entry in bench.entries:
-        if entry.timed and encoded:
-            batch = [encoded[-1]] * bench.recipe.eval.batch_size
-            short = replace(entry.settings, max_new_tokens=min(first, entry.settings.max_new_tokens))
-            bench.run(short, batch, list(range(len(batch))), new_matrix(bench.target) if entry.matrix else None)
+        while entry.timed and encoded and attempt(partial(_first_run, bench, entry, encoded[-1])) is None:
+            if bench.size == 1:
+                raise UserError(f"out of memory: {entry.label} does not fit at batch 1. {SMALLER}")
+            bench.shrink(bench.size)
+
+
+def _teach(bench: Bench, entry: Entry, matrix: SuccessorMatrix, batch: Sequence[list[int]]) -> None:
+    bench.run(entry.settings, list(batch), list(range(len(batch))), matrix)
+
+
+def _first_run(bench: Bench, entry: Entry, ids: list[int]) -> Decoded:
+    batch, first = [ids] * bench.size, FIRST_TOKENS[bench.target.device.type]
+    short = replace(entry.settings, max_new_tokens=min(first, entry.settings.max_new_tokens))
+    return bench.run(short, batch, list(range(len(batch))), new_matrix(bench.target) if entry.matrix else None)
 
 
 def measure(bench: Bench, prompts: Sequence[Prompt]) -> None:
-    """All timed decoders interleaved over batches of prompts, then the untimed ones in larger batches."""
+    """All timed decoders interleaved over batches of prompts, then the untimed ones in larger batches.
+
+    Where memory runs out, everything is measured again in batches of half the size, so that all figures are of one
+    size; a prompt that does not fit alone is named and left out.
+    """
+    kept, left_out = list(prompts), list[dict[str, Any]]()
+    while (failed := _measure_timed(bench, kept)) is not None:
+        if len(failed) > 1:
+            bench.shrink(len(failed))
+        else:
+            left_out.append({"id": failed[0].id, "turn": 1, "reason": "out of memory"})
+            print(f"out of memory at batch 1: {failed[0].id} is left out", flush=True)
+            kept.remove(failed[0])
+        bench.skipped = list(left_out)  # those of the next attempt are added to it
+        if not kept:
+            raise UserError(f"out of memory: no prompt fits, not even alone. {SMALLER}")
+    for entry in bench.entries:
+        if not entry.timed:
+            measure_tau(bench, entry)
+
+
+def _measure_timed(bench: Bench, prompts: Sequence[Prompt]) -> Sequence[Prompt] | None:
+    """Fill `bench.outcomes`; returns the batch at which memory ran out, if it did."""
     bench.outcomes = {entry.label: [] for entry in bench.entries}
     timed = [entry for entry in bench.entries if entry.timed]
-    size = bench.recipe.eval.batch_size
+    size = bench.size
     columns = (
         TextColumn("evaluating"),
         BarColumn(),
@@ -191,14 +240,13 @@ def measure(bench: Bench, prompts: Sequence[Prompt]) -> None:
         task = progress.add_task("", total=len(prompts), now="")
         for number, start in enumerate(range(0, len(prompts), size)):
             batch = prompts[start : start + size]
-            measure_batch(bench, timed, batch, number)
+            if not attempt(partial(measure_batch, bench, timed, batch, number)):
+                return batch
             progress.update(task, advance=len(batch), now=_so_far(bench, timed[-1].label))
-    for entry in bench.entries:
-        if not entry.timed:
-            measure_tau(bench, entry)
+    return None
 
 
-def measure_batch(bench: Bench, entries: list[Entry], prompts: Sequence[Prompt], number: int) -> None:
+def measure_batch(bench: Bench, entries: list[Entry], prompts: Sequence[Prompt], number: int) -> bool:
     """One batch of prompts through its turns; the order of decoders is rotated by the batch's number."""
     histories: list[list[str]] = [[] for _ in prompts]
     fresh = {e.label: [Outcome(p.id, p.category, number) for p in prompts] for e in entries}
@@ -224,6 +272,7 @@ def measure_batch(bench: Bench, entries: list[Entry], prompts: Sequence[Prompt],
             histories[i].append(bench.target.tokenizer.decode(fresh["ar"][i].outputs[-1], skip_special_tokens=True))
     for label, outcomes in fresh.items():
         bench.outcomes[label] += [outcome for outcome in outcomes if outcome.outputs]
+    return True
 
 
 def measure_tau(bench: Bench, entry: Entry) -> None:
@@ -232,13 +281,14 @@ def measure_tau(bench: Bench, entry: Entry) -> None:
     outcomes = [Outcome(o.id, o.category, o.batch) for o in base]
     work = [(i, turn, ids) for i, o in enumerate(base) for turn, ids in enumerate(o.prompts)]
     work.sort(key=lambda item: (item[1], len(item[2])))  # turns stay in order; rows of a batch are about as long
-    size = UNTIMED_BATCH[bench.target.device.type]
-    for start in range(0, len(work), size):
-        part = work[start : start + size]
+
+    def run(part: Sequence[tuple[int, int, list[int]]]) -> None:
         row_ids = [row_id(base[i].id, turn) for i, turn, _ in part]
         decoded = bench.run(entry.settings, [ids for _, _, ids in part], row_ids, bench.matrix_of(entry))
         for (i, _, ids), row in zip(part, decoded.rows, strict=True):
             outcomes[i].add(ids, row, decoded)
+
+    by_halving(work, UNTIMED_BATCH[bench.target.device.type], run)
     bench.outcomes[entry.label] = outcomes
 
 

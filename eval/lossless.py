@@ -7,10 +7,11 @@ norms of transformers compute in float32 whatever the dtype, so that gap is good
 """
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +23,19 @@ if TYPE_CHECKING:
     from eval.harness import Bench
 
 NEAR_TIE = 1e-4
+NEAR_STEPS = 4  # of the dtype: up to here a parting may be rounding, and float64 is asked
 BATCH = 8  # prompts of one checking call
 SPEED_PROMPTS = 2  # on which transformers' generate is timed against `ar`
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where two outputs part: how far the worse of the two tokens is below the best logit, in the run's dtype and in
+    float64 (only looked at where the first is within four steps), and one step of the dtype at that logit."""
+
+    gap: float
+    exact_gap: float | None
+    step: float
 
 
 @dataclass
@@ -34,6 +46,7 @@ class Tally:
     identical: int = 0
     near_ties: int = 0
     diverged: list[str] = field(default_factory=list)  # prompt ids
+    partings: list[Parting] = field(default_factory=list)
 
     def add(self, name: str, verdict: str) -> None:
         self.checked += 1
@@ -48,6 +61,7 @@ class Tally:
             "identical": self.identical,
             "near_ties": self.near_ties,
             "diverged": self.diverged,
+            "partings": [asdict(parting) for parting in self.partings],
         }
 
 
@@ -57,6 +71,7 @@ class Referee:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.double: Any = None  # made when first needed
+        self.partings: list[Parting] = []
 
     def compare(self, prompt: list[int], reference: list[int], candidate: list[int]) -> str:
         """identical | near_tie | diverged."""
@@ -67,15 +82,20 @@ class Referee:
         if place == shorter:
             return "diverged"  # the same tokens, but one of the two goes on
         prefix, pair = prompt + reference[:place], [reference[place], candidate[place]]
-        near = self._gap(self.model, prefix, pair) < NEAR_TIE and self._gap(self._in_double(), prefix, pair) < NEAR_TIE
-        return "near_tie" if near else "diverged"
+        gap, step = self._gap(self.model, prefix, pair)
+        exact = self._gap(self._in_double(), prefix, pair)[0] if gap < max(NEAR_TIE, NEAR_STEPS * step) else None
+        self.partings.append(Parting(gap, exact, step))
+        return "near_tie" if exact is not None and max(gap, exact) < NEAR_TIE else "diverged"
 
     @torch.no_grad()
-    def _gap(self, model: Any, prefix: list[int], pair: list[int]) -> float:
-        """How far the worse of two tokens is below the best logit after `prefix`."""
+    def _gap(self, model: Any, prefix: list[int], pair: list[int]) -> tuple[float, float]:
+        """How far the worse of two tokens is below the best logit after `prefix`, and one step of the dtype there."""
         ids = torch.tensor([prefix], device=model.device)
-        logits = model(input_ids=ids, use_cache=False).logits[0, -1].double()
-        return float(logits.max() - logits[pair].min())
+        raw = model(input_ids=ids, use_cache=False).logits[0, -1]
+        logits = raw.double()
+        best = float(logits.max())
+        step = torch.finfo(raw.dtype).eps * 2.0 ** math.floor(math.log2(max(abs(best), 1e-30)))
+        return best - float(logits[pair].min()), step
 
     def _in_double(self) -> Any:
         if self.double is None:
@@ -133,6 +153,7 @@ def compare_decoders(referee: Referee, outcomes: dict[str, list[Outcome]]) -> di
             turns = zip(reference.prompts, reference.outputs, outcome.outputs, strict=True)
             outcome.verdict = worst([referee.compare(*turn) for turn in turns])
             tally.add(outcome.id, outcome.verdict)
+        tally.partings, referee.partings = referee.partings, []
         table[label] = tally.record()
     return table
 
@@ -151,6 +172,7 @@ def compare_generate(
     tally = Tally()
     for name, found in verdicts.items():
         tally.add(name, worst(found))
+    tally.partings, referee.partings = referee.partings, []
     return tally.record()
 
 

@@ -83,6 +83,11 @@ class Template:
     paths: tuple[tuple[int, ...], ...]
     levels: tuple[Level, ...]
 
+    @property
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """Parents and ranks of all nodes [R]."""
+        return torch.cat([level.parents for level in self.levels]), torch.cat([level.ranks for level in self.levels])
+
 
 def template(size: int, published: bool = True, device: torch.device | str = "cpu") -> Template:
     """The `size` best rank paths: by the published histogram where there is one and it is wanted, else the most

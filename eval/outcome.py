@@ -18,6 +18,8 @@ from models.target import Target
 from recipes.schema import EvalConfig, Recipe
 
 STAGES = ("draft", "retrieve", "verify", "accept", "cache")  # where a round's time goes
+SHORT_CONTEXT = 64  # tokens
+REPEATED_NGRAM = 4
 SPARE_POSITIONS = 16  # a tree reaches this far past the last token, at most
 
 
@@ -40,6 +42,8 @@ class Outcome:
     accepted_at: Counter[int] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
     stops: Counter[str] = field(default_factory=Counter)
+    context_rounds: Counter[int] = field(default_factory=Counter)  # by the bucket of the context that they began at
+    context_accepted: Counter[int] = field(default_factory=Counter)
     prompts: list[list[int]] = field(default_factory=list)
     outputs: list[list[int]] = field(default_factory=list)
     loop: bool = False
@@ -62,8 +66,28 @@ class Outcome:
         self.accepted_at.update(dict(enumerate(row.positions_accepted)))
         self.sources.update(row.sources)
         self.stops.update(row.stages)
+        context = len(ids)
+        for kept in row.accepted_per_round:
+            self.context_rounds[context_bucket(context)] += 1
+            self.context_accepted[context_bucket(context)] += kept
+            context += kept + 1
         self.prompts.append(ids)
         self.outputs.append(row.tokens)
+
+
+def context_bucket(tokens: int) -> int:
+    """The power of two at or below a context's length; short ones are of one kind."""
+    return max(SHORT_CONTEXT, 1 << (tokens.bit_length() - 1))
+
+
+def repetition(outputs: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """(repeated, all) 4-grams of the outputs: those that stood in the same output before (Welleck et al. 2020)."""
+    repeated = total = 0
+    for tokens in outputs:
+        grams = [tuple(tokens[k : k + REPEATED_NGRAM]) for k in range(len(tokens) - REPEATED_NGRAM + 1)]
+        repeated += len(grams) - len(set(grams))
+        total += len(grams)
+    return repeated, total
 
 
 def flag_loops(outcomes: dict[str, list[Outcome]]) -> None:
@@ -82,6 +106,15 @@ def encode(target: Target, recipe: Recipe, prompt: Prompt, answers: Sequence[str
 def longest_prompt(target: Target, e: EvalConfig) -> int:
     """The longest prompt that leaves room for an answer and for the tree that hangs off its last token."""
     return min(e.max_prompt, target.max_positions - e.max_new_tokens - SPARE_POSITIONS)
+
+
+def no_room_for_prompts(target: Target, e: EvalConfig) -> str:
+    """What to say where `longest_prompt` is below 1."""
+    most = target.max_positions - SPARE_POSITIONS - 1
+    return (
+        f"eval.max_new_tokens={e.max_new_tokens} leaves no room for a prompt: the target has {target.max_positions} "
+        f"positions. Use eval.max_new_tokens={most // 2} or less (at most {most} for a prompt of one token)"
+    )
 
 
 def warmup_prompts() -> list[Prompt]:

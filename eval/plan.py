@@ -90,6 +90,15 @@ def plan(
     return entries
 
 
+def batch_sizes(e: EvalConfig) -> list[int]:
+    """Of the sweep, ascending; without one, the one batch size there is."""
+    return sorted(set(e.batch_sizes)) or [e.batch_size]
+
+
+def at_batch(recipe: Recipe, size: int) -> Recipe:
+    return replace(recipe, eval=replace(recipe.eval, batch_size=size))
+
+
 def gates_of(
     name: str, e: EvalConfig, shapes: dict[str, dict[str, Any]], calibrated: dict[str, Any] | None
 ) -> tuple[dict[str, Any], str]:

@@ -16,7 +16,7 @@ from eval.drafting import GATE_DEPTHS, UNGATED, EagleDrafting, draft_budgets, re
 from eval.matrix import SuccessorMatrix, graft, retrieve, template
 from eval.settings import GATED, Settings
 from eval.talon import talon
-from eval.tree import RETRIEVAL, DraftTree, compact, root_only
+from eval.tree import FIELDS, RETRIEVAL, DraftTree, compact, root_only
 from models.capture import Steps
 from models.target import padded
 
@@ -96,6 +96,7 @@ class Grafted(Drafted):
         self.shape = shapes[0]  # the widest stage's: the templates are nested
         wanted = [[path in set(shape.paths) for path in self.shape.paths] for shape in shapes]
         self.wanted = torch.tensor(wanted, dtype=torch.bool, device=device)  # [stages, R]
+        self.template = self.shape.flat if self.shape.paths else None
         zeros = torch.zeros(len(roots_B), 1 + nodes, dtype=torch.int64, device=device)
         depth = max(settings.depth, len(self.shape.levels))
         self.tree = DraftTree(zeros, zeros.clone(), zeros.float(), zeros.clone(), zeros.bool(), depth)
@@ -108,6 +109,14 @@ class Grafted(Drafted):
 
     def fill(self, tree: DraftTree, stage_B: Tensor) -> DraftTree:
         """Fixed or not, stages and merged counts lie in one place; a fixed tree too."""
+        if self.fixed and self.template and stage_B.is_cuda:
+            from models import fused_tokens
+
+            self.stage.copy_(stage_B)
+            drafted, filled = ([getattr(t, name) for name in FIELDS] for t in (tree, self.tree))
+            parts = self.matrix.rows, self.template, self.wanted, self.stage, self.merged
+            fused_tokens.graft(drafted, filled, self.roots, *parts, RETRIEVAL)
+            return self.tree
         merged = torch.zeros_like(self.merged)
         if self.shape.paths and (self.fixed or bool((stage_B != UNGATED).any())):
             retrieved = retrieve(self.matrix, self.roots, self.shape)
@@ -118,7 +127,7 @@ class Grafted(Drafted):
             return compact(tree)
         tree = compact(tree, min(tree.size, 1 + self.settings.most))
         self.tree.valid.zero_()
-        for name in ("tokens", "parents", "scores", "source", "valid"):
+        for name in FIELDS:
             getattr(self.tree, name)[:, : tree.size] = getattr(tree, name)
         return self.tree
 

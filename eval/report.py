@@ -4,18 +4,20 @@ Every sentence here is made of the tables that it stands beside.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval import plots
-from eval.tune import FILE as TUNED_FILE
+from eval import picture, plots, tunings
+from eval.picture import Sketch
 from eval.verdict import Table, interval_text, judged, named, times, verdict
 from recipes.files import make_folder, write_json, write_text
 
-PICTURE = "report.png"
+PICTURE, TREE = "report.png", "tree.png"
 TAU = (
     "tau = tokens emitted by rounds / rounds, summed over prompts: accepted drafts plus the target's own token; the "
-    "token of prefill belongs to no round, and what is cut at the end token or at max_new_tokens does not count."
+    "token of prefill belongs to no round, and what is cut at the end token or at max_new_tokens does not count. "
+    "Drafts a round is the other convention: accepted drafts / rounds, the target's own token left out."
 )
 CLOCK = (
     "Speed-up = tokens/s over that of `ar`, plain decoding in the same engine and process, decoders interleaved on the "
@@ -29,16 +31,26 @@ NOT_FREE = (
 )
 
 
-def write(tables: list[Table], tuned: dict[str, Any] | None, out: Path) -> None:
-    """results.json (the headline decoder), results-NAME.json for each, the picture, report.md last; each file whole."""
+def write(
+    tables: list[Table],
+    tuned: dict[str, Any] | None,
+    out: Path,
+    sizes: Sequence[dict[str, Any]] = (),
+    tree: Sketch | None = None,
+) -> None:
+    """results.json (the headline decoder), results-NAME.json for each, pictures, report.md last; each file whole."""
     make_folder(out)
     for table in tables:
         write_json(out / f"results-{table['decoder']}.json", table)
     if tuned is not None:
-        write_json(out / TUNED_FILE, tuned)
-    plots.draw(tables, out / PICTURE)
+        tunings.write_all(out / tunings.FILE, [tuned])
+    if sizes:
+        write_json(out / "batches.json", {"schema": 1, "sizes": list(sizes)})
+    plots.draw(tables, out / PICTURE, sizes)
+    if tree is not None:
+        picture.draw(tree, out / TREE)
     write_json(out / "results.json", headline(tables))
-    write_text(out / "report.md", page(tables, tuned))
+    write_text(out / "report.md", page(tables, tuned, sizes, tree is not None))
 
 
 def headline(tables: list[Table]) -> Table:
@@ -46,13 +58,17 @@ def headline(tables: list[Table]) -> Table:
     return named(tables, "graft") or [table for table in tables if table["settings"]["timed"]][-1]
 
 
-def page(tables: list[Table], tuned: dict[str, Any] | None) -> str:
+def page(
+    tables: list[Table], tuned: dict[str, Any] | None, sizes: Sequence[dict[str, Any]] = (), tree: bool = False
+) -> str:
     """report.md."""
     sections = [
         "# What this drafter is worth",
         verdict(tables),
         main_table(tables),
-        f"![speed-up, acceptance by position, milliseconds]({PICTURE})",
+        f"![speed-up, acceptance by position, milliseconds, tau against cost, context, batch]({PICTURE})",
+        f"![one round's draft tree: grafted nodes coloured, the accepted path marked]({TREE})" if tree else "",
+        "## By batch size\n\n" + batch_table(sizes) if sizes else "",
         "## What brings it\n\n" + "\n".join(f"- {line}" for line in parts(tables)),
         "## By category\n\n" + category_table(tables),
         "## Is the output the target's own?\n\n" + "\n".join(f"- {line}" for line in lossless_lines(tables)),
@@ -64,8 +80,9 @@ def page(tables: list[Table], tuned: dict[str, Any] | None) -> str:
 def main_table(tables: list[Table]) -> str:
     """One row a decoder: all prompts, and beside each figure the one without flagged loops."""
     rows = [
-        "| decoder | draft | tau [95 %] | tau, no loops | tokens/s | speed-up [95 %] | speed-up, no loops [95 %] |",
-        "|---|---|---|---|---|---|---|",
+        "| decoder | draft | tau [95 %] | drafts a round | tau, no loops | tokens/s | speed-up [95 %] "
+        "| speed-up, no loops [95 %] | repeated |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for table in tables:
         all_, clean = table["overall"], table["overall"]["loops"]["without"]
@@ -73,15 +90,37 @@ def main_table(tables: list[Table]) -> str:
             table["decoder"],
             f"{table['shape']}{matrix_text(table)}",
             f"{all_['tau']:.2f}{interval_text(all_['tau_ci95'])}",
+            f"{all_['tau_without_bonus']:.2f}",
             number(clean["tau"], clean),
             speed(all_["tokens_per_s"]),
             times(all_),
             times(clean),
+            f"{100 * all_['repetition_rate']:.0f} %",
         ]
         rows.append(f"| {' | '.join(cells)} |")
     count, flagged = tables[0]["overall"]["prompts"], tables[0]["overall"]["loops"]["flagged"]
-    rows.append(f"\n{count} prompts, {flagged} of them flagged as loops (an output that repeats itself).")
+    rows.append(
+        f"\n{count} prompts, {flagged} of them flagged as loops (an output that repeats itself). Repeated: 4-grams "
+        "that stood in the same output before."
+    )
     return "\n".join(rows)
+
+
+def batch_table(sizes: Sequence[dict[str, Any]]) -> str:
+    """A row a batch size: tokens/s of the whole batch, and the speed-up over `ar` at that size."""
+    labels = list(dict.fromkeys(label for size in sizes for label in size["decoders"]))
+    rows = ["| batch | " + " | ".join(labels) + " | the tuner's choice |", "|---" * (2 + len(labels)) + "|"]
+    for size in sizes:
+        cells = []
+        for label in labels:
+            d = size["decoders"].get(label)
+            cells.append("-" if d is None else f"{d['tokens_per_s']:.1f}, {d['speedup']:.2f}x (tau {d['tau']:.2f})")
+        asked, fits = size["batch_size"], size["fits"]
+        name = str(asked) if asked == fits else f"{asked}: out of memory, {fits} fits"
+        rows.append(f"| {name} | {' | '.join(cells)} | {size['choice'] or 'not tuned'} |")
+    note = "tokens/s of the whole batch, and speed-up over `ar` at that size"
+    prompts = f"first turns of {sizes[0]['prompts']} prompts, copied where a batch holds more"
+    return "\n".join(rows) + f"\n\n{note}; {prompts}."
 
 
 def matrix_text(table: Table) -> str:
@@ -110,7 +149,7 @@ def parts(tables: list[Table]) -> list[str]:
         for t in tables
         if t["decoder"].startswith("chain-")
     ]
-    lines += retrieval(tables)
+    lines += retrieval(tables) + context_lines(tables)
     lines += [
         f"Gates of {t['decoder']} ({'/'.join(f'{gate:g}' for gate in t['settings']['gates'])}): {source}."
         for t in tables
@@ -150,6 +189,16 @@ def retrieval(tables: list[Table]) -> list[str]:
         warm = f"with {graft['settings']['matrix']}: tau {f['tau']:.2f}, {times(f)}"
         lines.append(f"From a cold matrix: tau {c['tau']:.2f}, {times(c)}; {warm}.")
     return lines
+
+
+def context_lines(tables: list[Table]) -> list[str]:
+    """Whether drafts hold up as the context grows, of the headline decoder."""
+    t = headline(tables)
+    bins = t["overall"]["acceptance_by_context"]
+    if t["decoder"] == "ar" or len(bins) < 2:
+        return []
+    words = ", ".join(f"{b['from']}: {b['accepted_per_round']:.2f} ({b['rounds']} rounds)" for b in bins)
+    return [f"Accepted drafts a round of {t['decoder']} by context length, tokens from: {words}."]
 
 
 def counts(table: dict[str, int]) -> str:
@@ -220,7 +269,24 @@ def _count_lines(checks: dict[str, Any], dtype: str, exact: bool) -> list[str]:
                 else f", **{len(c['diverged'])} NOT LOSSLESS**: " + ", ".join(c["diverged"][:8])
             )
         lines.append(line + ".")
+        lines += parting_line(name, dtype, c.get("partings", []))
     return lines
+
+
+def parting_line(name: str, dtype: str, partings: list[dict[str, Any]]) -> list[str]:
+    """How near a tie the tokens were where outputs part: a rounding of the dtype, or something else."""
+    if not partings:
+        return []
+    gaps = sorted(p["gap"] / p["step"] for p in partings)
+    within = sum(gap <= 2 for gap in gaps)
+    exact = sorted(p["exact_gap"] for p in partings if p["exact_gap"] is not None)
+    line = f"Where {name} part in {dtype} ({len(gaps)} places): {within} within two steps of {dtype} at the best logit"
+    line += f" (median {gaps[len(gaps) // 2]:.1f} steps, most {gaps[-1]:.1f})"
+    if exact:
+        line += (
+            f"; in float64 the two tokens are {exact[len(exact) // 2]:.2g} apart at the median, {exact[-1]:.2g} at most"
+        )
+    return [line + "."]
 
 
 def method(tables: list[Table], tuned: dict[str, Any] | None) -> list[str]:
@@ -240,11 +306,21 @@ def method(tables: list[Table], tuned: dict[str, Any] | None) -> list[str]:
     ]
     if tuned:
         lines += tuning_lines(tuned)
-    if t["skipped"]:
-        names = ", ".join(f"{row['id']} turn {row['turn']} ({row['tokens']} tokens)" for row in t["skipped"][:12])
-        lines.append(
-            f"{len(t['skipped'])} turns were longer than {t['skipped'][0]['limit']} tokens and left out: {names}."
-        )
+    return lines + left_out(t)
+
+
+def left_out(t: Table) -> list[str]:
+    """What was asked for and is not in the figures."""
+    lines, long = [], [row for row in t["skipped"] if "limit" in row]
+    if t["out_of_memory"]:
+        tried = ", ".join(map(str, t["out_of_memory"]))
+        lines.append(f"Out of memory at batch {tried}: **measured at {t['settings']['batch_size']}**, which fits.")
+    if long:
+        names = ", ".join(f"{row['id']} turn {row['turn']} ({row['tokens']} tokens)" for row in long[:12])
+        lines.append(f"{len(long)} turns were longer than {long[0]['limit']} tokens and left out: {names}.")
+    if len(long) < len(t["skipped"]):
+        names = ", ".join(row["id"] for row in t["skipped"] if row not in long)
+        lines.append(f"Out of memory even alone, left out: {names}.")
     return lines
 
 

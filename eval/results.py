@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from eval import stats
-from eval.outcome import STAGES, Outcome
+from eval.outcome import STAGES, Outcome, repetition
 from eval.plan import Entry, describe, settings_record
 from models.target import Target
 
@@ -36,10 +36,11 @@ def build(
             "drafter": drafter_name,
             "decoder": entry.label,
             "shape": describe(entry.settings),
-            "settings": settings_record(entry, bench.recipe.eval.batch_size),
+            "settings": settings_record(entry, bench.size),
             "environment": about,
             **_tables(bench, entry),
             "skipped": bench.skipped,
+            "out_of_memory": bench.no_room,  # batch sizes
             "checks": checks,
             "tuned": tuned is not None,
         }
@@ -82,6 +83,8 @@ def figures(pairs: Pairs, timed: bool = True, seed: int = 0) -> dict[str, Any]:
         "tau_ci95": _interval(stats.ratio_interval(emitted, rounds, seed)),
         "tau_without_bonus": stats.ratio(accepted, rounds),
         "acceptance_by_position": acceptance(rows),
+        "acceptance_by_context": by_context(rows),
+        "repetition_rate": repetition_rate(rows),
         "accepted_by_source": _total(o.sources for o in rows),
         "stopped_by_gate": stops,
         **_speeds(rows, base, timed, seed),
@@ -130,6 +133,21 @@ def acceptance(rows: Sequence[Outcome]) -> list[float]:
     """Of the rounds that drafted a k-th position, the share whose k-th draft was accepted; k from 1."""
     offered, accepted = _total(o.offered for o in rows), _total(o.accepted_at for o in rows)
     return [accepted.get(k, 0) / offered[k] for k in sorted(offered) if offered[k]]
+
+
+def by_context(rows: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Accepted drafts a round, by the context length at which rounds began: from a power of two up to the next."""
+    rounds, accepted = _total(o.context_rounds for o in rows), _total(o.context_accepted for o in rows)
+    return [
+        {"from": start, "rounds": rounds[start], "accepted_per_round": accepted[start] / rounds[start]}
+        for start in sorted(rounds)
+    ]
+
+
+def repetition_rate(rows: Sequence[Outcome]) -> float:
+    """Share of the outputs' 4-grams that stood in the same output before."""
+    pairs = [repetition(o.outputs) for o in rows]
+    return stats.ratio([float(r) for r, _ in pairs], [float(t) for _, t in pairs])
 
 
 def per_prompt(outcome: Outcome, base: Outcome, timed: bool, target: Target) -> dict[str, Any]:

@@ -13,10 +13,10 @@ import torch
 from omegaconf import OmegaConf
 
 from data_prep.prompts import Prompt, load_prompts
-from eval import calibrated, harness, tune
+from eval import calibrated, harness, sweep, tune
 from eval.matrix_file import is_file, read_matrix
 from eval.outcome import disjoint, warmup_prompts
-from eval.plan import Entry, check_settings, describe, plan, warm_prompts
+from eval.plan import Entry, batch_sizes, check_settings, describe, plan, warm_prompts
 from models.eagle3 import Eagle3
 from models.layouts import check_drafter, load_drafter, read_provenance
 from models.source import resolve
@@ -44,14 +44,14 @@ def main(recipe: Recipe) -> None:
 def evaluate(recipe: Recipe, prompts: list[Prompt], gates: dict[str, Any] | None, out: Path) -> None:
     if not needs_drafter(recipe):
         target = load_eval_target(recipe)
-        harness.evaluate(recipe, target, None, prompts, out, load_fp32=lambda: load_exact(recipe))
+        sizes = sweep.sweep(recipe, target, None, prompts) if recipe.eval.batch_sizes else []
+        harness.evaluate(recipe, target, None, prompts, out, load_fp32=lambda: load_exact(recipe), sizes=sizes)
         return
     target, drafter, folder = load(recipe)
-    from_here = recipe if gates is None else with_gates(recipe, gates["gates"]["graft"])  # the tuner tries these
-    tuned = tune.read(folder, from_here, target) if recipe.eval.tune else None
-    if recipe.eval.tune and tuned is None:
-        spare = disjoint(warmup_prompts(), prompts)
-        tuned = tune.tune(from_here, target, drafter, spare, folder)
+    from_here, tuned = with_calibrated_gates(recipe), None  # the tuner tries these gates
+    if recipe.eval.tune:
+        tuned = tune.tuning(from_here, target, drafter, disjoint(warmup_prompts(), prompts), folder)
+    sizes = sweep.sweep(from_here, target, drafter, prompts, folder, tuned) if recipe.eval.batch_sizes else []
     harness.evaluate(
         recipe,
         target,
@@ -62,6 +62,7 @@ def evaluate(recipe: Recipe, prompts: list[Prompt], gates: dict[str, Any] | None
         calibrated=gates,
         drafter_name=str(folder),
         load_fp32=lambda: load_exact(recipe),
+        sizes=sizes,
     )
 
 
@@ -73,6 +74,12 @@ def calibrated_gates(recipe: Recipe) -> dict[str, Any] | None:
 
 def with_gates(recipe: Recipe, gates: Sequence[float]) -> Recipe:
     return replace(recipe, eval=replace(recipe.eval, gates=list(gates)))
+
+
+def with_calibrated_gates(recipe: Recipe) -> Recipe:
+    """The recipe as the tuner takes it: graft's gates are those that lie beside the drafter, if any do."""
+    gates = calibrated_gates(recipe)
+    return recipe if gates is None else with_gates(recipe, gates["gates"]["graft"])
 
 
 def check(recipe: Recipe) -> list[Prompt]:
@@ -165,9 +172,12 @@ def cost(recipe: Recipe, prompts: list[Prompt], entries: list[Entry]) -> str:
     lines = [f"{len(prompts)} prompts, {turns} turns, max_new_tokens {limit}: {most}"]
     for row in entries:
         lines.append(f"  {row.label}: {describe(row.settings)}{f', matrix {row.matrix}' if row.matrix else ''}")
+    if recipe.eval.batch_sizes:
+        sizes = ", ".join(map(str, batch_sizes(recipe.eval)))
+        lines.append(f"  and first turns at batch {sizes}: every decoder, and ar, at each size")
     if recipe.eval.tune:
-        seconds = f"about {tune.BUDGET_SECONDS:.0f} s"
-        lines.append(f"  settings are tuned first ({seconds}) unless the drafter carries a tuned.json of this machine")
+        seconds = f"about {tune.BUDGET_SECONDS:.0f} s a batch size"
+        lines.append(f"  settings are tuned first ({seconds}) unless eval.tune left a tuned.json of this machine")
     lines.append(f"results, report.md and plots go to {out_folder(recipe)}")
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 DRAFTER, RETRIEVAL = 0, 1  # where a node came from
+FIELDS = ("tokens", "parents", "scores", "source", "valid")  # a tree's tensors
 
 
 @dataclass(frozen=True)

@@ -11,31 +11,41 @@ equally many rows. The field shrinks as prompts are added: all candidates, then 
 then a run-off of three. `ar` runs everywhere, and wins when nothing beats it.
 """
 
-import json
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from data_prep.prompts import Prompt
+from eval import tunings
 from eval.decode import Decoded, decode_keeping
 from eval.matrix import SuccessorMatrix
-from eval.outcome import STAGES, encode, in_dtype, longest_prompt, new_matrix, row_id
-from eval.plan import asked, describe, settings_of
+from eval.memory import by_halving
+from eval.outcome import encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
+from eval.plan import asked, at_batch, batch_sizes, settings_of
 from eval.results import environment
 from eval.settings import GATED, Settings
+from eval.trials import (
+    Batch,
+    Trial,
+    best_by_decoder,
+    cost_curve,
+    fitting,
+    replace_tokens,
+    rotated,
+    shrink,
+    trials_of,
+)
 from models.eagle3 import Eagle3
 from models.target import Target
 from recipes.cli import entry
-from recipes.files import write_json
-from recipes.schema import DECODERS, Recipe, UserError
+from recipes.schema import Recipe, UserError
 
-FILE = "tuned.json"
 WARM_PROMPTS = 3
-FIRST_TOKENS = 4  # of the first run of each candidate, which compiles, allocates and faults pages in
 # (batches of prompts, tokens each, batches even when the budget is spent): everybody, the best few, the run-off
 ROUNDS = ((3, 16, 2), (4, 32, 0), (6, 40, 3))
 FEW, FINALISTS = 6, 3
@@ -53,96 +63,17 @@ TREES_GPU = tuple(
 )
 
 
-@dataclass
-class Trial:
-    """What one candidate did: a number a call (one batch of prompts) in each list."""
-
-    settings: Settings
-    matrix: SuccessorMatrix | None = None
-    emitted: list[int] = field(default_factory=list)
-    rounds: list[int] = field(default_factory=list)
-    batch_rounds: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    stages: list[dict[str, float]] = field(default_factory=list)
-    prompts: int = 1  # of a call
-    rows: list[int] = field(default_factory=list)  # verified in a round, a prompt
-    pool: dict[int, list[float]] = field(default_factory=dict)  # verification ms by rows, shared by all trials
-
-    def add(self, decoded: Decoded, limit: int) -> None:
-        """Book one call. Answers of tuning are short, so the round that `limit` cut is left out of tau: it would weigh
-        on long drafts more than it does in long answers."""
-        whole = [row.rounds - (len(row.tokens) >= limit and row.rounds > 1) for row in decoded.rows]
-        said = [
-            row.emitted if whole_rounds == row.rounds else sum(row.accepted_per_round[:whole_rounds]) + whole_rounds
-            for row, whole_rounds in zip(decoded.rows, whole, strict=True)
-        ]
-        self.emitted.append(sum(said))
-        self.rounds.append(sum(whole))
-        self.prompts = len(decoded.rows)
-        self.batch_rounds.append(decoded.rounds_total)
-        self.seconds.append(decoded.decode_seconds)
-        self.stages.append(decoded.seconds)
-        rows = 1 + round(sum(row.nodes for row in decoded.rows) / max(1, sum(row.rounds for row in decoded.rows)))
-        self.rows.append(rows)
-        if decoded.rounds_total:
-            self.pool.setdefault(rows, []).append(1000 * decoded.seconds.get("verify", 0.0) / decoded.rounds_total)
-
-    @property
-    def tau(self) -> float:
-        return sum(self.emitted) / max(sum(self.rounds), 1)
-
-    @property
-    def ms_per_round(self) -> float:
-        """Cost of a (batch) round: verifying so many rows as all candidates saw it, and the rest as this one did.
-
-        Medians over calls. Candidates that verify equally many rows pay the same for it, so they share the measurement.
-        """
-        rest = [s - t.get("verify", 0.0) for s, t in zip(self.seconds, self.stages, strict=True)]
-        costs = [1000 * s / r for s, r in zip(rest, self.batch_rounds, strict=True) if r]
-        shared = [statistics.median(self.pool[rows]) for rows in self.rows if rows in self.pool]
-        return statistics.median(costs) + statistics.median(shared) if costs and shared else 0.0
-
-    def stage_ms(self, stage: str) -> float:
-        costs = [1000 * s.get(stage, 0.0) / r for s, r in zip(self.stages, self.batch_rounds, strict=True) if r]
-        return statistics.median(costs) if costs else 0.0
-
-    @property
-    def speed(self) -> float:
-        """Predicted tokens/s of a full batch: tokens a round over the cost of one."""
-        cost = self.ms_per_round
-        return 1000 * self.prompts * self.tau / cost if cost else 0.0
-
-    def record(self) -> dict[str, Any]:
-        s = self.settings
-        return {
-            "decoder": s.decoder,
-            "shape": describe(s),
-            "depth": s.depth,
-            "branch": s.branch,
-            "nodes": s.nodes,
-            "gates": list(s.gates),
-            "rows": verified_rows(s),
-            "calls": len(self.seconds),
-            "tokens": sum(self.emitted),
-            "tau": self.tau,
-            "ms_per_round": self.ms_per_round,
-            "ms_by_stage": {stage: self.stage_ms(stage) for stage in STAGES},
-            "tokens_per_s": self.speed,
-        }
-
-
 def tune(
     recipe: Recipe,
     target: Target,
     drafter: Eagle3,
     prompts: Sequence[Prompt],
-    folder: Path | None = None,
     *,
     decode: Callable[..., Decoded] | None = None,
     budget: float = BUDGET_SECONDS,
     settings: Sequence[Settings] | None = None,
 ) -> dict[str, Any]:
-    """Measure, choose, and return tuned.json (written beside the drafter when `folder` is given).
+    """Measure, choose, and return the entry of tuned.json for the recipe's batch size.
 
     The first prompts warm graft's matrix, the others are decoded; none of them may be among the measured ones.
     """
@@ -150,16 +81,14 @@ def tune(
     start = time.perf_counter()
     warm, batches = _prompts(recipe, target, prompts)
     base = warm_matrix(target, drafter, recipe, warm, decode)
-    trials = _trials(settings or candidates(recipe, target.device.type), base)
+    trials = trials_of(settings or candidates(recipe, target.device.type), base)
     prompts_used = min(len(batches), sum(count for count, *_ in ROUNDS))
     print(f"tuning: {len(trials)} settings on {prompts_used} validation prompts or batches, about {budget:.0f} s")
     run = _runner(target, drafter, decode)
-    for trial in trials:
-        run(replace_tokens(trial, FIRST_TOKENS), *batches[0])
+    trials = fitting(trials, run, batches[0])
     finalists = race(trials, batches, run, lambda: (time.perf_counter() - start) / max(budget, 1e-9))
     best = max(finalists, key=lambda trial: trial.speed)
     tuned = {
-        "schema": 1,
         "measured_on": environment(target),
         "target": target.fingerprint,
         "batch_size": recipe.eval.batch_size,
@@ -167,18 +96,31 @@ def tune(
         "asked": asked(recipe),
         "seconds": time.perf_counter() - start,
         "chosen": best.record(),
+        "speculate": best.settings.decoder != "ar",
         "best": best_by_decoder(trials),
         "table": [trial.record() for trial in sorted(trials, key=lambda t: (-len(t.seconds), -t.speed))],
         "cost_curve": cost_curve(trials),
     }
-    if folder is not None and os.access(folder, os.W_OK):
-        write_json(folder / FILE, tuned)
-    print(f"tuned in {tuned['seconds']:.0f} s: {best.settings.decoder}, {describe(best.settings)}")
+    print(f"tuned in {tuned['seconds']:.0f} s for batch {tuned['batch_size']}: {tunings.choice(tuned)}")
     return tuned
 
 
+def tuning(
+    recipe: Recipe,
+    target: Target,
+    drafter: Eagle3,
+    prompts: Sequence[Prompt],
+    folder: Path | None,
+    decode: Callable[..., Decoded] | None = None,
+) -> dict[str, Any]:
+    """What `eval.tune` left beside the drafter in `folder`, where it was measured on a machine like this; else `tune`,
+    whose findings are not kept there."""
+    found = tunings.read(folder, recipe, target) if folder is not None else None
+    return found or tune(recipe, target, drafter, prompts, decode=decode)
+
+
 def race(
-    trials: list[Trial], batches: list["Batch"], run: Callable[..., Decoded], spent: Callable[[], float]
+    trials: list[Trial], batches: list[Batch], run: Callable[..., Decoded], spent: Callable[[], float]
 ) -> list[Trial]:
     """Give every trial still in the race the same next prompts; returns the finalists. `spent`: share of the budget."""
     left, used = trials, 0
@@ -211,10 +153,9 @@ def measured_grid(
     drafter, decode = in_dtype(drafter, target.dtype), decode or decode_keeping()
     warm, batches = _prompts(recipe, target, prompts)
     base = warm_matrix(target, drafter, recipe, warm, decode)
-    trials = _trials(settings or candidates(recipe, target.device.type), base)
+    trials = trials_of(settings or candidates(recipe, target.device.type), base)
     run = _runner(target, drafter, decode)
-    for trial in trials:
-        run(replace_tokens(trial, FIRST_TOKENS), *batches[0])
+    trials = fitting(trials, run, batches[0])
     for number, batch in enumerate(batches[:GRID_BATCHES]):
         for trial in rotated(trials, number):
             short = replace_tokens(trial, tokens)
@@ -252,26 +193,6 @@ def candidates(recipe: Recipe, device: str) -> list[Settings]:
     return found + [replace(s, gates=tuple(min(0.9, HIGHER_GATES * g) for g in s.gates)) for s in roomy if any(s.gates)]
 
 
-def verified_rows(settings: Settings) -> int:
-    """Rows of one verification: the drafts and the root."""
-    return 1 if settings.decoder == "ar" else settings.nodes + 1
-
-
-def cost_curve(trials: Sequence[Trial]) -> dict[str, dict[str, float]]:
-    """Median milliseconds of a verification by rows, and of drafting by depth, where the shape is fixed."""
-    fixed = [t for t in trials if t.seconds and t.settings.decoder in ("ar", "chain", "eagle")]
-    verify: dict[int, list[float]] = {}
-    draft: dict[int, list[float]] = {}
-    for trial in fixed:
-        verify.setdefault(verified_rows(trial.settings), []).append(trial.stage_ms("verify"))
-        if trial.settings.decoder != "ar":
-            draft.setdefault(trial.settings.depth, []).append(trial.stage_ms("draft"))
-    return {
-        "verify_ms_by_rows": {str(k): statistics.median(v) for k, v in sorted(verify.items())},
-        "draft_ms_by_depth": {str(k): statistics.median(v) for k, v in sorted(draft.items())},
-    }
-
-
 def warm_matrix(
     target: Target, drafter: Eagle3, recipe: Recipe, warm: list[list[int]], decode: Callable[..., Decoded]
 ) -> SuccessorMatrix:
@@ -282,71 +203,12 @@ def warm_matrix(
         settings = settings_of(
             "graft", e, nodes=min(6, e.nodes), depth=min(2, e.depth), max_new_tokens=min(32, e.max_new_tokens)
         )
-        decode(target, drafter, warm, settings, matrix=matrix, row_ids=list(range(len(warm))))
+
+        def run(part: Sequence[list[int]]) -> None:
+            decode(target, drafter, list(part), settings, matrix=matrix, row_ids=list(range(len(part))))
+
+        by_halving(warm, len(warm), run)
     return matrix
-
-
-def best_by_decoder(trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
-    """The fastest setting of each decoder, among those that ran the most prompts."""
-    best = {}
-    for name in DECODERS[1:]:
-        mine = [trial for trial in trials if trial.settings.decoder == name]
-        if mine:
-            most = max(len(trial.seconds) for trial in mine)
-            best[name] = max((t for t in mine if len(t.seconds) == most), key=lambda t: t.speed).record()
-    return best
-
-
-def shrink(trials: Sequence[Trial], keep: int) -> list[Trial]:
-    """The `keep` fastest, and `ar` whatever its place."""
-    order = sorted(trials, key=lambda trial: -trial.speed)
-    return order[:keep] + [trial for trial in order[keep:] if trial.settings.decoder == "ar"]
-
-
-def rotated(trials: Sequence[Trial], by: int) -> list[Trial]:
-    by %= len(trials)
-    return [*trials[by:], *trials[:by]]
-
-
-def replace_tokens(trial: Trial, tokens: int) -> Trial:
-    """The same candidate asked for fewer tokens; the matrix is shared, the lists are not."""
-    return Trial(replace(trial.settings, max_new_tokens=min(tokens, trial.settings.max_new_tokens)), trial.matrix)
-
-
-def read(folder: Path, recipe: Recipe, target: Target) -> dict[str, Any] | None:
-    """tuned.json beside a drafter, if it was measured on a machine and a batch like these; else None, said aloud."""
-    path = folder / FILE
-    if not path.is_file():
-        return None
-    try:
-        tuned: dict[str, Any] = json.loads(path.read_text())
-        then, now = tuned["measured_on"], environment(target)
-        same = ["device", "hardware", "dtype", "threads"]
-        differs = [f"{key} {then[key]} (now {now[key]})" for key in same if then[key] != now[key]]
-        wanted = {
-            "batch_size": recipe.eval.batch_size,
-            "temperature": recipe.eval.temperature,
-            "target": target.fingerprint,
-            "asked": asked(recipe),
-        }
-        differs += [f"{key} {tuned[key]} (now {value})" for key, value in wanted.items() if tuned[key] != value]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} is not a tuned.json of ours ({error}). Delete it; eval.tune=true measures again"
-        ) from error
-    if differs:
-        print(f"{path} is set aside: measured with {', '.join(differs)}")
-        return None
-    return tuned
-
-
-def _trials(settings: Sequence[Settings], base: SuccessorMatrix) -> list[Trial]:
-    """One a setting, with a matrix of its own and the verification costs in common."""
-    pool: dict[int, list[float]] = {}
-    return [Trial(s, base.copy() if s.remembers else None, pool=pool) for s in settings]
-
-
-Batch = tuple[list[list[int]], list[int]]  # prompts of one call, and their row ids
 
 
 def _runner(target: Target, drafter: Eagle3, decode: Callable[..., Decoded]) -> Callable[..., Decoded]:
@@ -379,21 +241,32 @@ def _prompts(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> tuple
 
 
 def main(recipe: Recipe) -> None:
-    """`python -m eval.tune recipe=NAME drafter=DIR`: tune, then judge the choice on a measured grid."""
-    from eval.outcome import warmup_prompts
-    from eval.run import load
+    """`python -m eval.tune recipe=NAME drafter=DIR`: tune at each batch size, and judge the choice on a grid."""
+    from eval.run import check_belongs, existing_drafter, load, with_calibrated_gates
 
-    target, drafter, folder = load(recipe)
+    check_belongs(recipe)
+    if recipe.dry_run:
+        print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
+        sizes = ", ".join(map(str, batch_sizes(recipe.eval)))
+        print(f"tuning takes about {BUDGET_SECONDS:.0f} s and the grid several times that, at each batch size: {sizes}")
+        return
+    recipe = with_calibrated_gates(recipe)
+    folder = existing_drafter(recipe)
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"drafter={folder} cannot be written to, and {tunings.FILE} belongs there. Tune a copy of it")
+    target, drafter, _ = load(recipe)
     prompts = warmup_prompts()
-    tuned = tune(recipe, target, drafter, prompts, folder)
-    grid = measured_grid(recipe, target, drafter, prompts)
-    tuned["grid"] = grid
-    tuned["shortfall"] = shortfall(grid, tuned["chosen"])
-    write_json(folder / FILE, tuned)
-    for row in grid:
-        figures = f"tau {row['tau']:.2f}  {row['ms_per_round']:7.1f} ms  {row['tokens_per_s']:6.1f} tokens/s"
-        print(f"{row['decoder']:6} {row['shape']:50} {figures}")
-    print(f"the choice is {100 * tuned['shortfall']:.1f} % below the best of the grid; written to {folder / FILE}")
+    for size in batch_sizes(recipe.eval):
+        sized = at_batch(recipe, size)
+        tuned = tune(sized, target, drafter, prompts)
+        tuned["grid"] = grid = measured_grid(sized, target, drafter, prompts)
+        tuned["shortfall"] = shortfall(grid, tuned["chosen"])
+        tunings.write(folder, tuned)
+        for row in grid:
+            figures = f"tau {row['tau']:.2f}  {row['ms_per_round']:7.1f} ms  {row['tokens_per_s']:6.1f} tokens/s"
+            print(f"{row['decoder']:6} {row['shape']:50} {figures}")
+        print(f"batch {size}: {tunings.choice(tuned)}; {100 * tuned['shortfall']:.1f} % below the best of the grid")
+    print(f"written to {folder / tunings.FILE}")
 
 
 if __name__ == "__main__":

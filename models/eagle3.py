@@ -266,10 +266,14 @@ class Eagle3(nn.Module):
 
     def pack(self) -> tuple[Tensor, Tensor]:
         """Lay the weights side by side that read the same input, for the kernels of the device. Call it when they
-        change, and hold the result as long as a captured step lives: the next call replaces what `step` reads."""
+        change: the copies keep their place, since captured steps read them there."""
         attention, mlp = self.midlayer.self_attn, self.midlayer.mlp
         qkv = torch.cat([m.weight.detach() for m in (attention.q_proj, attention.k_proj, attention.v_proj)])
-        self._packed = qkv, torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])
+        gate_up = torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])
+        if self._packed is None or (self._packed[0].dtype, self._packed[0].device) != (qkv.dtype, qkv.device):
+            self._packed = qkv, gate_up
+        for kept, new in zip(self._packed, (qkv, gate_up), strict=True):
+            kept.copy_(new)
         return self._packed
 
     def _fused_step(

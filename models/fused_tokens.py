@@ -47,8 +47,9 @@ def _top_of_chunks(
 
 
 @triton.jit
-def _mass_of_chunk(logits, peaks, masses, V, chunks, sharpness, BLOCK: tl.constexpr):
+def _mass_of_chunk(logits, temperatures, peaks, masses, V, chunks, BLOCK: tl.constexpr):
     row, chunk = tl.program_id(0), tl.program_id(1)
+    sharpness = 1.0 / tl.load(temperatures + row)
     at = chunk * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + row.to(tl.int64) * V + at, mask=at < V, other=float("-inf")).to(tl.float32) * sharpness
     peak = tl.max(x, 0)
@@ -58,9 +59,10 @@ def _mass_of_chunk(logits, peaks, masses, V, chunks, sharpness, BLOCK: tl.conste
 
 @triton.jit
 def _draw_token(
-    logits, uniforms, peaks, masses, chosen, V, chunks, sharpness, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
+    logits, temperatures, uniforms, peaks, masses, chosen, V, chunks, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row, c = tl.program_id(0), tl.arange(0, CHUNKS)
+    sharpness = 1.0 / tl.load(temperatures + row)
     peak = tl.load(peaks + row * chunks + c, mask=c < chunks, other=float("-inf"))
     highest = tl.max(peak, 0)
     mass = tl.load(masses + row * chunks + c, mask=c < chunks, other=0.0) * tl.exp(peak - highest)
@@ -94,6 +96,65 @@ def _walk(chosen, tokens, parents, valid, path, accepted, bonus, N, depth, BLOCK
         tl.store(path + b * (depth + 1) + step + 1, node.to(tl.int64))
     tl.store(accepted + b, count.to(tl.int64))
     tl.store(bonus + b, said)
+
+
+@triton.jit
+def _graft(
+    tokens, parents, scores, source, valid, roots, rows, above, ranks, wanted, stage, to_tokens, to_parents, to_scores,
+    to_source, to_valid, merged, K, R, W, width, mark, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    b, at, r, w = tl.program_id(0), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_W)
+    tl.store(to_tokens + b * W + w, tl.zeros([BLOCK_W], tl.int64), mask=w < W)
+    tl.store(to_parents + b * W + w, tl.zeros([BLOCK_W], tl.int64), mask=w < W)
+    tl.store(to_valid + b * W + w, tl.zeros([BLOCK_W], tl.int1), mask=w < W)
+    tl.debug_barrier()
+    drafted = at < K
+    token = tl.load(tokens + b * K + at, mask=drafted, other=-1)
+    parent = tl.load(parents + b * K + at, mask=drafted, other=-1)
+    real = tl.load(valid + b * K + at, mask=drafted, other=0) != 0
+    root, gate = tl.load(roots + b), tl.load(stage + b)
+    # of each template node: the token retrieved, where it is in the joined tree and its parent there, and whether it
+    # is in it, and merged
+    found, place, below = r * 0 - 1 + root * 0, r * 0 + root * 0, r * 0 + root * 0
+    alive, same = r * 0, r * 0
+    for i in range(R):
+        parent_i = tl.load(above + i)
+        up = r == parent_i - 1
+        top_token = tl.where(parent_i == 0, root, tl.sum(tl.where(up, found, 0), 0))
+        top_place = tl.sum(tl.where(up, place, 0), 0)
+        usable = (parent_i == 0) | (tl.sum(tl.where(up, alive, 0), 0) > 0)
+        next_token = tl.load(rows + tl.maximum(top_token, 0) * width + tl.load(ranks + i))
+        next_token = tl.where(top_token >= 0, next_token, -1)
+        usable = usable & (tl.load(wanted + gate * R + i) != 0) & (next_token >= 0)
+        equal = tl.min(tl.where((parent == top_place) & (token == next_token) & real & (at > 0), at, BLOCK_K), 0)
+        here, had = r == i, equal < BLOCK_K
+        found = tl.where(here, next_token, found)
+        below = tl.where(here, top_place, below)
+        place = tl.where(here, tl.where(had, equal, K + i), place)
+        alive = tl.where(here, usable.to(tl.int32), alive)
+        same = tl.where(here, (usable & had).to(tl.int32), same)
+    tl.store(merged + b, tl.sum(same, 0).to(tl.int64))
+    new = (alive > 0) & (same == 0)
+    kept = tl.sum(real.to(tl.int32), 0)
+    # places in the compacted tree: how many nodes of it come before
+    before = tl.cumsum(real.to(tl.int32), 0) - 1
+    up = tl.sum((real[None, :] & (at[None, :] < parent[:, None])).to(tl.int32), 1)
+    used = real & (before < W)
+    tl.store(to_tokens + b * W + before, token, mask=used)
+    tl.store(to_parents + b * W + before, up.to(tl.int64), mask=used)
+    tl.store(to_scores + b * W + before, tl.load(scores + b * K + at, mask=drafted, other=0.0), mask=used)
+    tl.store(to_source + b * W + before, tl.load(source + b * K + at, mask=drafted, other=0), mask=used)
+    tl.store(to_valid + b * W + before, real, mask=used)
+    before = kept + tl.cumsum(new.to(tl.int32), 0) - 1
+    draft_up = tl.sum((real[None, :] & (at[None, :] < below[:, None])).to(tl.int32), 1)
+    new_up = tl.sum((new[None, :] & (r[None, :] < (below - K)[:, None])).to(tl.int32), 1)
+    used = new & (before < W)
+    tl.store(to_tokens + b * W + before, found, mask=used)
+    tl.store(to_parents + b * W + before, tl.where(below < K, draft_up, kept + new_up).to(tl.int64), mask=used)
+    tl.store(to_scores + b * W + before, tl.full([BLOCK_R], -1e9, tl.float32), mask=used)
+    tl.store(to_source + b * W + before, tl.zeros([BLOCK_R], tl.int64) + mark, mask=used)
+    tl.store(to_valid + b * W + before, new, mask=used)
 
 
 @triton.jit
@@ -164,18 +225,38 @@ def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return best, chosen, total
 
 
-def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
-    """`models.sampling.draw` of the plain law at a temperature, in fp32: [..., V], float64 [...] -> int64 [...]."""
+def draw(logits: Tensor, uniforms: Tensor, temperature: float | Tensor) -> Tensor:
+    """`models.sampling.draw` of the plain law at a temperature, or at one for each row, in fp32: [..., V] logits and
+    float64 [...] -> int64 [...]."""
     V, block = logits.shape[-1], 2048
     rows, chunks = logits.numel() // V, triton.cdiv(V, block)
     peaks, masses = (logits.new_empty(rows, chunks, dtype=torch.float32) for _ in range(2))
-    chosen, sharpness = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device), 1 / temperature
-    _mass_of_chunk[(rows, chunks)](logits, peaks, masses, V, chunks, sharpness, block, num_warps=4)
-    widest = triton.next_power_of_2(chunks)
+    if not isinstance(temperature, Tensor):
+        temperature = logits.new_full((rows,), temperature, dtype=torch.float32)
+    chosen = torch.empty(logits.shape[:-1], dtype=torch.int64, device=logits.device)
+    _mass_of_chunk[(rows, chunks)](logits, temperature, peaks, masses, V, chunks, block, num_warps=4)
     _draw_token[(rows,)](
-        logits, uniforms, peaks, masses, chosen, V, chunks, sharpness, widest, block, num_warps=4
+        logits, temperature, uniforms, peaks, masses, chosen, V, chunks, triton.next_power_of_2(chunks), block,
+        num_warps=4,
     )  # fmt: skip
     return chosen
+
+
+def graft(
+    tree: list[Tensor], out: list[Tensor], roots_B: Tensor, rows: Tensor, template: tuple[Tensor, Tensor],
+    wanted: Tensor, stage_B: Tensor, merged_B: Tensor, mark: int,
+) -> None:  # fmt: skip
+    """`eval.matrix.retrieve` and `graft` and `eval.tree.compact` in one launch, into `out` and `merged`.
+
+    `tree` and `out` are tokens, parents, scores, source and validity [B, K] and [B, W]; `template` the parents and
+    ranks [R] of its nodes, `wanted` [stages, R] those that a row's stage asks for, `mark` the retrieved nodes' source.
+    """
+    (B, K), R, W = tree[0].shape, len(template[0]), out[0].shape[1]
+    blocks = (triton.next_power_of_2(size) for size in (K, R, W))
+    _graft[(B,)](
+        *(t.contiguous() for t in tree), roots_B, rows, *template, wanted, stage_B, *out, merged_B, K, R, W,
+        rows.shape[1], mark, *blocks, num_warps=2,
+    )  # fmt: skip
 
 
 def walk(

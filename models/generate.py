@@ -51,7 +51,13 @@ class _Slots:
         if not self.sampled:
             return best
         noise = uniforms(self.seed, self.prompt_index[rows], positions)
-        sampled = draw(law(logits, self.temperature[rows].unsqueeze(1)), noise)
+        heat = self.temperature[rows]
+        if logits.is_cuda:
+            from models import fused_tokens
+
+            sampled = fused_tokens.draw(logits.contiguous(), noise, heat)
+        else:
+            sampled = draw(law(logits, heat.unsqueeze(1)), noise)
         return torch.where(self.greedy[rows], best, sampled)
 
     def _step(self) -> None:

@@ -139,6 +139,7 @@ class EvalConfig:
     top_k: int = 0
     seed: int = 0
     batch_size: int = 1
+    batch_sizes: list[int] = field(default_factory=list)  # of a sweep besides: every decoder, and `ar`, at each size
     dtype: str = "auto"  # as target.dtype
     chain_length: int = 7  # draft tokens of `chain`
     depth: int = 8  # of the tree
@@ -262,6 +263,7 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
             f"some of {', '.join(DECODERS)}",
             bool(r.eval.decoders) and set(r.eval.decoders) <= {*DECODERS},
         ),
+        ("eval.batch_sizes", "numbers of 1 or more", all(size >= 1 for size in r.eval.batch_sizes)),
         (
             "eval.matrix",
             "cold, carried or warm-N, or a FILE.safetensors",

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from eval.decode import decode
 from eval.engine import Engines
 from eval.settings import Settings
-from eval.tree import DraftTree
+from eval.tree import FIELDS, DraftTree
 from eval.verify import follow
 from models.sampling import draw, law, sample
 from models.target import Target, load_target
@@ -44,13 +44,16 @@ def tree_is_verified_alike(target: Target, lengths: tuple[int, ...]) -> bool:
 
 
 def captured_decoding_says_the_same(target: Target, decoder: str, temperature: float) -> bool:
-    """Three times: as it stands, recorded, replayed."""
+    """Three times: as it stands, recorded, replayed; with batches of another size in between, since what one engine
+    recorded must outlive the next."""
     drafter = tiny_drafter(target, noise=0.0).cuda()
     prompts = [[5, 9, 3], [7] * 40, [11, 12]]
     settings = Settings(decoder, NEW, depth=4, branch=4, nodes=20, gates=(0.3, 0.1, 0.5), temperature=temperature)
-    plain = decode(target, drafter, prompts, settings, engines=Engines(fixed=False))
-    engines = Engines()
-    return all(decode(target, drafter, prompts, settings, engines=engines).rows == plain.rows for _ in range(3))
+    engines, held = Engines(), []
+    for batch in (prompts, prompts[:1]) * 3:
+        plain = decode(target, drafter, batch, settings, engines=Engines(fixed=False))
+        held.append(decode(target, drafter, batch, settings, engines=engines).rows == plain.rows)
+    return all(held)
 
 
 def draws_are_the_laws() -> bool:
@@ -69,8 +72,7 @@ def walks_are_alike() -> bool:
     tokens, chosen = (torch.randint(0, 4, (B, N), generator=source) for _ in range(2))
     valid = torch.rand(B, N, generator=source) < 0.9
     tree = DraftTree(tokens, parents, torch.zeros(B, N), torch.zeros_like(tokens), valid, N - 1)
-    names = ("tokens", "parents", "scores", "source", "valid")
-    there = replace(tree, **{name: getattr(tree, name).cuda() for name in names})
+    there = replace(tree, **{name: getattr(tree, name).cuda() for name in FIELDS})
     pairs = zip(follow(tree, chosen), follow(there, chosen.cuda()), strict=True)
     return all(torch.equal(one, other.cpu()) for one, other in pairs)
 

@@ -1,5 +1,6 @@
 """The decoding loop: its books, where it ends, and how much it verifies a round."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -85,6 +86,8 @@ def check_books(row: RowResult, decoder: str, depth: int, limit: int) -> None:
     assert row.positions_offered == sorted(row.positions_offered, reverse=True)
     assert all(a <= o <= row.rounds for a, o in zip(row.positions_accepted, row.positions_offered, strict=True))
     assert row.done
+    assert len(row.origins) == len(row.tokens) and row.origins[0] == "bonus"
+    assert {name: row.origins.count(name) for name in row.sources} == row.sources
     assert sum(row.stages.values()) == row.rounds
     if decoder not in ("prune", "graft"):
         assert row.stages["none"] == row.rounds
@@ -267,3 +270,17 @@ def test_bfloat16_decodes_and_keeps_its_books(target: Target, prompts: list[list
 def test_decoder_names() -> None:
     assert {settings.decoder for settings in SETTINGS} == set(DECODERS)
     assert len({name(s) for s in SETTINGS}) == len(SETTINGS)
+
+
+def test_a_watcher_sees_the_answer_grow_round_by_round(
+    target: Target, drafter: Eagle3, prompts: list[list[int]]
+) -> None:
+    seen: list[list[int]] = []
+    settings = Settings("eagle", NEW, depth=4, branch=4, nodes=12)
+    decoded = decode(target, drafter, prompts[:1], settings, watch=lambda rows: seen.append(list(rows[0].tokens)))
+    row = decoded.rows[0]
+    assert len(seen) == 1 + row.rounds  # after prefill, and once a round
+    assert [len(now) - len(before) for before, now in itertools.pairwise(seen)] == [
+        kept + 1 for kept in row.accepted_per_round[:-1]
+    ] + [row.emitted - sum(kept + 1 for kept in row.accepted_per_round[:-1])]
+    assert seen[-1] == row.tokens

@@ -64,6 +64,27 @@ def test_acceptance_by_position_and_milliseconds() -> None:
     )
 
 
+def test_acceptance_by_context_follows_the_answer_as_it_grows() -> None:
+    """Prompts of 23 and 524 tokens, 3 drafts a round: rounds begin at the prompt's length and then 4 tokens on each."""
+    prompts = [fake_prompts(1)[0], Prompt("long", ["x" * 521], "chat")]
+    recipe = fake_recipe(decoders=["ar", "chain"], max_new_tokens=57)
+    bins = run(recipe, prompts, FakeDecode(accepts=lambda s: 3.0))["chain"]["overall"]["acceptance_by_context"]
+    lengths = [start + 4 * k for start in (len("u:question 0 of turn 0\n"), 524) for k in range(14)]
+    expected = {64: sum(n < 128 for n in lengths), 512: sum(n >= 512 for n in lengths)}
+    assert {b["from"]: b["rounds"] for b in bins} == expected
+    assert all(b["accepted_per_round"] == pytest.approx(3.0) for b in bins)
+
+
+def test_the_repetition_rate_counts_4_grams_seen_before_in_the_same_output() -> None:
+    def answer(ids: list[int], n: int) -> list[int]:
+        return [65, 66, 67] * 3 if ids[11] == ord("0") else list(range(40, 49))
+
+    table = run(fake_recipe(max_new_tokens=9), fake_prompts(2), FakeDecode(answer=answer))["chain"]
+    assert table["overall"]["repetition_rate"] == pytest.approx(
+        3 / 12
+    )  # 6 4-grams an output, 3 of them new in the first
+
+
 def test_loops_are_flagged_once_for_every_decoder_and_left_out_beside() -> None:
     def answer(ids: list[int], n: int) -> list[int]:
         return [65] * n if ids[11] == ord("0") else [65 + (k * k) % 53 for k in range(n)]

@@ -54,6 +54,18 @@ def test_a_divergence_is_excused_only_at_a_proven_near_tie(
     assert Referee(Ballot(single, double)).compare([2, 2], *tokens) == verdict
 
 
+def test_a_parting_is_measured_in_steps_of_the_dtype_and_in_float64() -> None:
+    half = Referee(Ballot([12.0, 12.0625, 0.0], [12.03, 12.031, 0.0]).bfloat16())
+    assert half.compare([2], [1], [0]) == "diverged"  # rounding, but not a proven tie
+    (parting,) = half.partings
+    assert parting.step == 2.0**-4  # bfloat16 has 8 bits: between 8 and 16 they are 1/16 apart
+    assert parting.gap == 2.0**-4 or parting.gap == 0.0  # 12.0625 is a number of bfloat16
+    assert parting.exact_gap == pytest.approx(0.001)
+    far = Referee(Ballot(APART, APART))
+    far.compare([2], [1], [0])
+    assert far.partings[0].exact_gap is None  # float64 is not asked where no rounding explains it
+
+
 def test_the_first_place_of_parting_is_scored_after_its_own_prefix() -> None:
     seen: list[list[int]] = []
 

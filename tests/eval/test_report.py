@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from eval import harness, report
+from eval import harness, plots, report
 from eval.settings import Settings
 from eval.verdict import outcome, verdict
 from models.target import Target
@@ -103,6 +103,35 @@ def test_a_slow_baseline_is_owned_up_to() -> None:
     text = "\n".join(report.lossless_lines(found))
     assert "SLOWER" in text
     assert "12 checked, 10 identical, 1 proven near-ties, **1 NOT LOSSLESS**: p3." in text
+
+
+def test_both_conventions_of_tau_and_the_repetition_stand_in_the_table() -> None:
+    rows = report.main_table(tables(price())).splitlines()
+    head, chain = ([cell.strip() for cell in row.strip("|").split("|")] for row in (rows[0], rows[3]))
+    found = dict(zip(head, chain, strict=True))
+    assert found["decoder"] == "chain"
+    # 11 tokens after prefill in 6 rounds, the last one cut before its bonus
+    assert (found["tau [95 %]"].split()[0], found["drafts a round"]) == ("1.83", "1.00")
+    assert found["repeated"].endswith(" %")
+
+
+def test_partings_are_counted_in_steps_of_the_dtype() -> None:
+    def parting(gap: float, exact: float | None) -> dict[str, Any]:
+        return {"gap": gap, "exact_gap": exact, "step": 0.0625}
+
+    (line,) = report.parting_line("graft", "bfloat16", [parting(0.0, 0.01), parting(0.125, 0.03), parting(2.0, None)])
+    assert "(3 places): 2 within two steps of bfloat16" in line
+    assert "median 2.0 steps, most 32.0" in line and "0.03 apart at the median" in line
+    assert report.parting_line("graft", "float32", []) == []
+
+
+def test_nobody_on_the_front_is_beaten() -> None:
+    def point(ms: float, tau: float) -> dict[str, Any]:
+        return {"ms_per_round_total": ms, "tau": tau}
+
+    ar, good, bad, dear = point(10, 1.0), point(12, 2.0), point(13, 1.5), point(30, 3.0)
+    assert plots.front([ar, good, bad, dear]) == [ar, good, dear]
+    assert plots.front([ar, dict(ar)]) == [ar, ar]  # equals do not beat each other
 
 
 @pytest.mark.parametrize(

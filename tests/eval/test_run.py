@@ -1,47 +1,16 @@
 """`eval.run` from the command line: every mistake is one screen and exit code 2, and a run leaves whole results."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
-from eval import run
+from eval import run, tune
 from eval.matrix import SuccessorMatrix
 from eval.matrix_file import save_matrix
-from models.eagle3 import Eagle3, Eagle3Config
-from models.layouts import save_drafter
-from models.target import load_target
-from models.vocab import VocabMap
 from recipes.cli import entry
-from recipes.schema import TargetConfig
-from tests.tiny import tiny_model_folder
-
-
-class World:
-    """A tiny target, a drafter of random weights for it, a recipe and a prompt file."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        tiny_model_folder(folder / "target")
-        target = load_target(TargetConfig(path=str(folder / "target")), "cpu", torch.float32)
-        drafter = Eagle3(
-            Eagle3Config.from_target(target, VocabMap.identity(target.vocab_size)), VocabMap.identity(target.vocab_size)
-        )
-        save_drafter(drafter, folder / "drafter", {"fingerprint": target.fingerprint})
-        (folder / "tiny.yaml").write_text(
-            f"target: {{path: {folder / 'target'}}}\n"
-            "eval: {max_new_tokens: 10, matrix: warm-2, nodes: 4, depth: 2, branch: 2, chain_length: 2, lossless: 2}\n"
-        )
-        lines = [{"id": f"p{i}", "category": "abc"[i % 3], "turns": ["the quick fox " * (i + 1)]} for i in range(4)]
-        lines[0]["turns"] = ["a b c", "d e f"]
-        (folder / "prompts.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-
-    def arguments(self, *extra: str) -> list[str]:
-        given = [f"recipe={self.folder / 'tiny.yaml'}", f"drafter={self.folder / 'drafter'}"]
-        given += [f"prompts={self.folder / 'prompts.jsonl'}", f"out={self.folder / 'out'}"]
-        names = {argument.partition("=")[0] for argument in extra}
-        return [argument for argument in given if argument.partition("=")[0] not in names] + list(extra)
+from tests.eval.world import World
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +46,8 @@ def refused(world: World, capsys: pytest.CaptureFixture[str], *extra: str) -> st
         ("drafter=nowhere", "drafter=nowhere: no such folder"),
         ("eval.repetition_penalty=1.1", "'eval.repetition_penalty' is refused"),
         ("eval.dtype=int8", "eval.dtype='int8'"),
+        ("eval.batch_size=0", "eval.batch_size=0: must be 1 or more"),
+        ("eval.batch_sizes=[1,0]", "eval.batch_sizes=[1, 0]: must be numbers of 1 or more"),
     ],
 )
 def test_mistakes_are_refused_before_weights_load(
@@ -103,6 +74,47 @@ def test_a_drafter_for_another_target_is_refused(
     assert "another target" in refused(world, capsys, f"drafter={other}")
     (other / "model.safetensors").unlink()
     assert "no model.safetensors" in refused(world, capsys, f"drafter={other}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 16}, "is for hidden size 16 and vocabulary 320, the target has 32 and 320"),
+        ({"vocab_size": 300}, "is for hidden size 32 and vocabulary 300"),
+        ({"draft_vocab_size": 64}, "d2t must be there exactly when"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_refused(
+    world: World, capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, int], words: str
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(world.folder / "drafter", other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | changes))
+    assert words in refused(world, capsys, f"drafter={other}")
+
+
+@pytest.mark.parametrize("line", ['{"turns": [""]}', '{"turns": []}', '{"prompt": "  "}'])
+def test_an_empty_prompt_is_named(world: World, capsys: pytest.CaptureFixture[str], line: str) -> None:
+    empty = world.folder / "empty.jsonl"
+    empty.write_text('{"id": "a", "turns": ["hi"]}\n' + line)
+    assert "line 2" in refused(world, capsys, f"prompts={empty}")
+
+
+def test_prompts_beyond_the_models_limit_are_named_and_the_others_answered(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mixed = world.folder / "mixed.jsonl"
+    lines = [{"id": "long", "turns": ["fox " * 600]}, {"id": "short", "turns": ["a b c"]}]
+    mixed.write_text("\n".join(map(json.dumps, lines)))
+    entry(run.main, world.arguments(f"prompts={mixed}", "decoder=chain", "eval.lossless=-1"))
+    result = json.loads((world.folder / "out" / "results.json").read_text())
+    assert [row["id"] for row in result["per_prompt"]] == ["short"]
+    assert [(row["id"], row["limit"]) for row in result["skipped"]] == [("long", 512 - 10 - 16)]
+    mixed.write_text(json.dumps(lines[0]))
+    assert "every prompt is longer than 486 tokens" in refused(world, capsys, f"prompts={mixed}")
+    too_much = refused(world, capsys, "eval.max_new_tokens=600")
+    assert "eval.max_new_tokens=600 leaves no room for a prompt: the target has 512 positions" in too_much
 
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(
@@ -134,15 +146,31 @@ def test_a_run_is_lossless_and_whole(world: World, capsys: pytest.CaptureFixture
     assert "NOT LOSSLESS" not in page
 
 
-def test_tuned_settings_are_kept_beside_the_drafter_and_used_again(
+def test_a_run_tunes_for_itself_and_uses_what_eval_tune_left_beside_the_drafter(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entry(run.main, world.arguments("eval.tune=true", "eval.limit=2"))
-    assert (world.folder / "drafter" / "tuned.json").is_file()
+    beside = world.folder / "drafter" / "tuned.json"
+    entry(run.main, world.arguments("eval.tune=true", "eval.limit=2", "eval.decoders=[chain]"))
     assert "tuned in" in capsys.readouterr().out
-    entry(run.main, world.arguments("eval.tune=true", "eval.limit=2"))
+    assert (world.folder / "out" / "tuned.json").is_file() and not beside.exists()
+    entry(tune.main, world.arguments("eval.batch_sizes=[1,2]", "eval.decoders=[chain]"))
+    assert capsys.readouterr().out.count("below the best of the grid") == 2
+    assert set(json.loads(beside.read_text())["batches"]) == {"1", "2"}
+    entry(run.main, world.arguments("eval.tune=true", "eval.limit=2", "eval.decoders=[chain]"))
     assert "tuned in" not in capsys.readouterr().out
     assert "measured cost curve" in (world.folder / "out" / "report.md").read_text()
+    beside.unlink()
+
+
+def test_a_sweep_and_the_picture_of_a_tree_are_in_the_report(world: World) -> None:
+    entry(run.main, world.arguments("eval.batch_sizes=[1,3]", "eval.lossless=-1"))
+    out = world.folder / "out"
+    sizes = json.loads((out / "batches.json").read_text())["sizes"]
+    assert [size["batch_size"] for size in sizes] == [1, 3]
+    assert set(sizes[1]["decoders"]) == {"ar", "chain", "eagle", "graft", "graft-cold"}
+    page = (out / "report.md").read_text()
+    assert "## By batch size" in page and "(tree.png)" in page
+    assert (out / "tree.png").is_file()
 
 
 def test_sampling_and_batches_run(world: World) -> None:

@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from eval import tune
+from eval import tune, tunings
 from eval.decode import Decoded
 from eval.settings import Settings
 from models.target import Target
-from recipes.schema import UserError
+from recipes.schema import Recipe, UserError
 from tests.eval.fakes import FakeDecode, FakeTarget, fake_drafter, fake_prompts, fake_recipe
 
 TARGET, DRAFTER = cast(Target, FakeTarget()), fake_drafter()
@@ -150,14 +150,38 @@ def test_a_batch_is_one_call() -> None:
 
 def test_tuned_settings_come_back_on_the_same_machine_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = fake_recipe(max_new_tokens=16)
-    assert tune.read(tmp_path, recipe, TARGET) is None
-    wrote = tune.tune(recipe, TARGET, DRAFTER, PROMPTS, tmp_path, decode=FakeDecode())
-    assert tune.read(tmp_path, recipe, TARGET) == json.loads(json.dumps(wrote))
-    assert tune.read(tmp_path, fake_recipe(batch_size=8), TARGET) is None
-    assert "batch_size 1 (now 8)" in capsys.readouterr().out
-    (tmp_path / tune.FILE).write_text("{")
-    with pytest.raises(UserError, match="Delete it"):
-        tune.read(tmp_path, recipe, TARGET)
+    assert tunings.read(tmp_path, recipe, TARGET) is None
+    wrote = tune.tune(recipe, TARGET, DRAFTER, PROMPTS, decode=FakeDecode())
+    assert list(tmp_path.iterdir()) == [], "only eval.tune writes beside a drafter"
+    tunings.write(tmp_path, wrote)
+    read = tune.tuning(recipe, TARGET, DRAFTER, PROMPTS, tmp_path, decode=None)
+    assert read == json.loads(json.dumps(wrote))
+    assert tunings.read(tmp_path, recipe, TARGET) == json.loads(json.dumps(wrote))
+    assert tunings.read(tmp_path, fake_recipe(temperature=1.0), TARGET) is None
+    assert "temperature 0.0 (now 1.0)" in capsys.readouterr().out
+    (tmp_path / tunings.FILE).write_text('{"schema": 1, "batch_size": 1}')
+    assert tunings.read(tmp_path, recipe, TARGET) is None
+    assert "older Espalier" in capsys.readouterr().out
+    for foreign in ("{", "[]", '{"schema": 2}', '{"schema": 2, "batches": {"1": 3}}'):
+        (tmp_path / tunings.FILE).write_text(foreign)
+        with pytest.raises(UserError, match="Delete it"):
+            tunings.read(tmp_path, recipe, TARGET)
+
+
+def test_each_batch_size_has_its_own_choice(tmp_path: Path) -> None:
+    """Speculation pays at batch 1 here, and at batch 4 a verified row costs too much."""
+
+    def recipe(size: int) -> Recipe:
+        return fake_recipe(batch_size=size, max_new_tokens=64)
+
+    tunings.write(tmp_path, tune.tune(recipe(1), TARGET, DRAFTER, PROMPTS, decode=machine(0.5, (27.0, 3.5, 3.0))))
+    tunings.write(tmp_path, tune.tune(recipe(4), TARGET, DRAFTER, PROMPTS, decode=machine(0.1, (27.0, 20.0, 10.0))))
+    one, four = (tunings.read(tmp_path, recipe(size), TARGET) for size in (1, 4))
+    assert one is not None and four is not None
+    assert (one["speculate"], four["speculate"]) == (True, False)
+    assert one["chosen"]["decoder"] in tunings.choice(one) and tunings.choice(four).startswith("off")
+    assert tunings.read(tmp_path, recipe(2), TARGET) is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == [tunings.FILE]
 
 
 def test_no_prompts_no_tuning() -> None:

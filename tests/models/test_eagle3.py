@@ -140,6 +140,21 @@ def test_a_step_of_decoding_equals_the_unroll(case: Case) -> None:
         torch.testing.assert_close(state[:, 0], unrolled[i][rows, torch.tensor(slots)], atol=1e-5, rtol=1e-5)
 
 
+def test_packed_weights_keep_their_place_and_follow_the_drafters(tiny_target: Callable[..., Any]) -> None:
+    """Steps captured on a GPU read them there, whoever packs next."""
+    drafter = tiny_drafter(tiny_target("llama"))
+    first = drafter.pack()
+    places = [packed.data_ptr() for packed in first]
+    with torch.no_grad():
+        drafter.midlayer.self_attn.q_proj.weight.add_(1)
+    again = drafter.pack()
+    assert [packed.data_ptr() for packed in again] == places
+    assert torch.equal(
+        again[0][: drafter.midlayer.self_attn.q_proj.out_features], drafter.midlayer.self_attn.q_proj.weight
+    )
+    assert drafter.double().pack()[1].dtype == torch.float64
+
+
 def test_siblings_in_the_cache_do_not_see_each_other(case: Case) -> None:
     drafter = case.drafter
     cache = drafter.new_cache(B, 64)
