@@ -197,11 +197,12 @@ def _answers(recipe: Recipe, lazy: Lazy, root: Path, pairs: list[tuple[str, Reco
     report = answer(folder, work, lazy.writer, lazy.terms, data, seed, wanted)
     fates = ", ".join(f"{report[k]} {k}" for k in FATES[1:] if report[k] or k in ("truncated", "cut"))
     print(f"data: {report['rows']} answered rows, {report['answer_tokens']} tokens ({fates})", flush=True)
+    counts = {**report["kept_refused"], **report["kept_mended"], **report["unanswered"]}
     for reason, texts in report["examples"].items():
-        print(f"data: {reason}: {'; '.join(texts)}", flush=True)
+        print(f"data: {counts[reason]} x {reason}: {'; '.join(texts)}", flush=True)
     if report["troubles"]:
-        counts = ", ".join(f"{count} x {kind}" for kind, count in report["troubles"].items())
-        print(f"data: troubles with the server: {counts}", flush=True)
+        troubles = ", ".join(f"{count} x {kind}" for kind, count in report["troubles"].items())
+        print(f"data: troubles with the server: {troubles}", flush=True)
     return folder
 
 
