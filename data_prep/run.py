@@ -6,32 +6,37 @@ rows with their split and map. A stage whose folder is there is skipped.
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 
-from data_prep.answers import answer_prompts, generation_dtype
-from data_prep.duplicates import near_duplicates, normalised
-from data_prep.prompts import Prompt, load_prompts, parse, read_file, read_hub, to_record
+from data_prep import contamination, shards
+from data_prep.answers import Work, answer
+from data_prep.dialogue import FATES, Terms
+from data_prep.intake import collect, read_source
+from data_prep.local import Loader, Local
+from data_prep.probe import expected
+from data_prep.prompts import Prompt, to_prompts
 from data_prep.rows import Rows, read_lines, split_by_prompt, write_lines, write_rows
+from data_prep.schemas import Record, to_record
+from data_prep.server import Server
 from data_prep.sources import SourceCost, check_sources
 from data_prep.synthesis import synthesise
+from data_prep.tally import Tally
 from data_prep.template import edges
 from data_prep.vocabulary import build_vocab, coverage, low_coverage, predicted, special_tokens
+from data_prep.writer import Writer, noise_seed
 from models.source import Source, load_tokenizer, resolve
-from models.target import Target, choose_device, load_target
+from models.target import choose_device, load_target
 from models.vocab import VocabMap, read_vocab, write_vocab
 from recipes.cli import entry
-from recipes.files import cache_dir, make_folder, sha256_json, whole_folder, write_json
-from recipes.schema import Recipe, SourceConfig, UserError
+from recipes.files import cache_dir, make_folder, read_json, sha256_json, whole_folder, write_json
+from recipes.schema import DataConfig, Recipe, SourceConfig, UserError
 
-FORMAT = 1  # of the folders; raise it when their content changes for the same recipe
-Loader = Callable[[torch.dtype], Target]
+FORMAT = 2  # of the folders; raise it when their content changes for the same recipe
 
 
 @dataclass(frozen=True)
@@ -47,26 +52,38 @@ class Prepared:
 
 
 class Lazy:
-    """The target, loaded the first time that a stage needs it and known by its source before that."""
+    """The target as known before its weights are loaded, and who writes as it."""
 
     def __init__(self, recipe: Recipe, loader: Loader, source: Source) -> None:
         self.recipe, self.loader, self.source = recipe, loader, source
 
     @cached_property
-    def target(self) -> Target:
-        dtype = generation_dtype(self.recipe.data.dtype, choose_device(self.recipe.device))
-        target = self.loader(dtype)
-        print(f"data: the target is loaded in {str(dtype).removeprefix('torch.')} on {target.device}", flush=True)
-        return target
-
-    @cached_property
     def tokenizer(self) -> Any:
         return load_tokenizer(self.source, self.recipe.target.trust_remote_code)
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids))
+
+    @cached_property
+    def terms(self) -> Terms:
+        data, args = self.recipe.data, self.recipe.target.template_args
+        ends = self.source.eos_ids | edges(self.tokenizer, "assistant", args).end_ids
+        return Terms(self.tokenizer, args, ends, data.max_length, data.answer_tokens)
+
+    @cached_property
+    def writer(self) -> Writer:
+        data = self.recipe.data
+        if not data.server.url:
+            return Local(self.loader, choose_device(self.recipe.device), data.dtype, data.slots)
+        own = edges(self.tokenizer, "assistant", self.recipe.target.template_args).end_ids or self.source.eos_ids
+        return Server(data.server, self.tokenizer, min(own), vocabulary_size(self.source), data.max_length)
 
     @property
     def identity(self) -> list[Any]:
         """What the target's words depend on, besides their temperature."""
-        return [self.source.fingerprint, self.source.template_hash, self.recipe.target.template_args]
+        server = self.recipe.data.server
+        by = [server.model] if server.url else []
+        return [self.source.fingerprint, self.source.template_hash, self.recipe.target.template_args, *by]
 
 
 def prepare(recipe: Recipe, target_loader: Loader, source: Source | None = None) -> Prepared:
@@ -77,9 +94,11 @@ def prepare(recipe: Recipe, target_loader: Loader, source: Source | None = None)
     check_sources(recipe)
     root = data_root(recipe)
     lazy = Lazy(recipe, target_loader, source or resolve(recipe.target))
-    prompts, report = _prompts(recipe, lazy, root)
-    answered = _answers(recipe, lazy, root, prompts)
-    return load_prepared(_rows(recipe, lazy, root, prompts, answered, report))
+    pairs, report = _prompts(recipe, lazy, root)
+    answered = _answers(recipe, lazy, root, pairs)
+    prepared = load_prepared(_rows(recipe, lazy, root, pairs, answered, report))
+    _check_apart(recipe, lazy, pairs, prepared)
+    return prepared
 
 
 def data_root(recipe: Recipe) -> Path:
@@ -91,7 +110,7 @@ def load_prepared(folder: Path) -> Prepared:
     try:
         report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
         vocab, stated = read_vocab(folder / "vocab.safetensors"), str(report["vocabulary"]["hash"])
-        prompts = _read_prompts(folder / "validation_prompts.jsonl")
+        prompts = to_prompts(_read_records(folder / "validation_prompts.jsonl"), Tally())
     except (OSError, ValueError, KeyError) as error:
         raise UserError(
             f"{folder}: prepared data cannot be read: {error}. Delete the folder and prepare again."
@@ -104,93 +123,100 @@ def load_prepared(folder: Path) -> Prepared:
     return Prepared(Rows.load(folder / "train"), Rows.load(folder / "validation"), vocab, folder, report, prompts)
 
 
-def _prompts(recipe: Recipe, lazy: Lazy, root: Path) -> tuple[list[tuple[str, Prompt]], dict[str, Any]]:
-    """(source name, prompt) of every source in order, no two alike and none of those that `report` evaluates on."""
-    pairs: list[tuple[str, Prompt]] = []
+def _prompts(recipe: Recipe, lazy: Lazy, root: Path) -> tuple[list[tuple[str, Record]], dict[str, Any]]:
+    """(source name, record) of every source in order: no two ask the same, and none asks what is evaluated on."""
+    pairs: list[tuple[str, Record]] = []
     reports: dict[str, Any] = {}
     for name, source in recipe.data.sources.items():
-        found, reports[name] = _source_prompts(recipe, name, source, lazy, root)
-        pairs += [(name, p) for p in found]
-    shipped = [" ".join(p.turns) for p in load_prompts("report")]
-    evaluated = near_duplicates([" ".join(p.turns) for _, p in pairs], against=shipped, among=False)
-    seen: set[str] = set()
-    kept: list[tuple[str, Prompt]] = []
-    fell = Counter({"in_report": sum(evaluated), "repeated": 0})
-    for (name, prompt), used in zip(pairs, evaluated, strict=True):
-        text = "\n".join(normalised(t) for t in [prompt.system or "", *prompt.turns])
-        if not used and text not in seen:
-            kept.append((name, prompt))
-        fell["repeated"] += not used and text in seen
-        seen.add(text)
+        found, reports[name] = _source_records(recipe, name, source, lazy, root)
+        pairs += [(name, r) for r in found]
+    kept, fell = contamination.sift(pairs, contamination.evaluation_sets(recipe), lazy.decode)
     for reason, count in fell.items():
         if count:
             print(f"data: {count} prompts left out ({reason})", flush=True)
-    return kept, {"sources": reports, "prompts": len(kept), "fell": dict(fell)}
+    return kept, {"sources": reports, "prompts": len(kept), "fell": fell}
 
 
-def _source_prompts(
+def _source_records(
     recipe: Recipe, name: str, source: SourceConfig, lazy: Lazy, root: Path
-) -> tuple[list[Prompt], dict[str, Any]]:
-    """Prompts of one source. Files are read each time; the hub's and the target's own are kept."""
+) -> tuple[list[Record], dict[str, Any]]:
+    """Records of one source. Files are read each time; the hub's and the target's own are kept."""
     if source.kind == "file":
-        prompts = read_file(Path(source.path).expanduser())
-        chosen = prompts[: source.rows] if source.rows else prompts
-        return chosen, {"kind": "file", "read": len(prompts), "kept": len(chosen)}
+        return _given(name, source)
     wanted = [FORMAT, "prompts", name, asdict(source)]
     if source.kind == "self":
         wanted += [lazy.identity, recipe.seed]
     folder = root / f"prompts-{sha256_json(wanted)[:24]}"
     if _current(folder, f"prompts of {name}"):
-        return _read_prompts(folder / "prompts.jsonl"), _report(folder)
+        return _read_records(folder / "prompts.jsonl"), _report(folder)
     if source.kind == "hub":
-        prompts = read_hub(source.path, source.split, source.column, source.rows)
-        report: dict[str, Any] = {"kind": "hub", "kept": len(prompts)}
+        records, report = _given(name, source)
     else:
-        args, slots = recipe.target.template_args, recipe.data.slots
-        seed = int(sha256_json([recipe.seed, name])[:8], 16)
-        prompts, counts = synthesise(lazy.target, name, source, args, slots, seed)
-        report = {"kind": "self", **counts}
+        seed = noise_seed(recipe.seed, name)
+        prompts, counts = synthesise(lazy.writer, lazy.terms, name, source, seed)
+        records, report = [p.conversation() for p in prompts], {"kind": "self", **counts}
         fell = ", ".join(f"{count} {reason}" for reason, count in counts["fell"].items())
-        print(f"data: {name}: {counts['generated']} questions written, {len(prompts)} kept; fell: {fell}", flush=True)
+        kept = f"{len(prompts)} kept, {counts['distinct']:.1%} of their word trigrams distinct"
+        print(f"data: {name}: {counts['generated']} questions written, {kept}; fell: {fell}", flush=True)
     with whole_folder(folder) as aside:
-        write_lines(aside / "prompts.jsonl", [to_record(p) for p in prompts])
+        write_lines(aside / "prompts.jsonl", [to_record(r) for r in records])
         write_json(aside / "report.json", report)
-    return prompts, report
+    return records, report
 
 
-def _answers(recipe: Recipe, lazy: Lazy, root: Path, prompts: list[tuple[str, Prompt]]) -> Path:
+def _given(name: str, source: SourceConfig) -> tuple[list[Record], dict[str, Any]]:
+    """The records of a file or hub dataset, and what became of its rows."""
+    records, tally = read_source(source)
+    print(f"data: {name}: " + "\n  ".join(tally.lines()), flush=True)
+    return records, {"kind": source.kind, "kept": len(records), **tally.report()}
+
+
+def _answers(recipe: Recipe, lazy: Lazy, root: Path, pairs: list[tuple[str, Record]]) -> Path:
     data = recipe.data
-    asked = sha256_json([[name, p.id, p.key] for name, p in prompts])
+    work = Work.of(pairs, data)
     # greedy answers do not depend on the seed
     seed = recipe.seed if any(data.temperatures) else 0
-    wanted = [data.max_length, data.answer_tokens, data.temperatures, data.dtype, seed]
-    folder = root / f"answers-{sha256_json([FORMAT, 'answers', asked, lazy.identity, *wanted])[:24]}"
+    wanted = {
+        "format": FORMAT,
+        "model": lazy.source.fingerprint,
+        "template": lazy.source.template_hash,
+        "template_args": recipe.target.template_args,
+        "temperatures": list(data.temperatures),
+        "answer_tokens": data.answer_tokens,
+        "max_length": data.max_length,
+        "seed": seed,
+        "asked": sha256_json([[name, c.id, c.key] for name, c in work.asked]),
+        "kept": sha256_json([[name, asdict(r)] for name, r in work.kept]),
+    }
+    folder = root / f"answers-{sha256_json([wanted, lazy.identity, data.dtype])[:24]}"
     if _current(folder, "answers"):
         return folder
-    if not prompts:
+    if not pairs:
         raise UserError("the sources of the recipe hold no prompt that can be used. Check data.sources.")
-    rows, report = answer_prompts(lazy.target, prompts, data, recipe.target.template_args, seed)
-    with whole_folder(folder) as aside:
-        write_rows(rows, aside / "rows")
-        write_json(aside / "report.json", report)
-    fates = ", ".join(f"{report[k]} {k}" for k in ("truncated", "cut", "no_room", "empty"))
-    print(f"data: {report['rows']} answers, {report['answer_tokens']} tokens ({fates})", flush=True)
+    report = answer(folder, work, lazy.writer, lazy.terms, data, seed, wanted)
+    fates = ", ".join(f"{report[k]} {k}" for k in FATES[1:] if report[k] or k in ("truncated", "cut"))
+    print(f"data: {report['rows']} answered rows, {report['answer_tokens']} tokens ({fates})", flush=True)
+    for reason, texts in report["examples"].items():
+        print(f"data: {reason}: {'; '.join(texts)}", flush=True)
+    if report["troubles"]:
+        counts = ", ".join(f"{count} x {kind}" for kind, count in report["troubles"].items())
+        print(f"data: troubles with the server: {counts}", flush=True)
     return folder
 
 
 def _rows(
-    recipe: Recipe, lazy: Lazy, root: Path, prompts: list[tuple[str, Prompt]], answered: Path, report: dict[str, Any]
+    recipe: Recipe, lazy: Lazy, root: Path, pairs: list[tuple[str, Record]], answered: Path, report: dict[str, Any]
 ) -> Path:
     data, size = recipe.data, recipe.eagle.draft_vocab
-    vocab_size = _vocab_size(lazy.source)
-    ends = lazy.source.eos_ids | edges(lazy.tokenizer, "assistant", recipe.target.template_args).end_ids
-    always = special_tokens(lazy.tokenizer, ends, vocab_size)
-    key = sha256_json([FORMAT, "rows", answered.name, data.drop_loops, data.validation_rows, size, always])
+    vocab_size = vocabulary_size(lazy.source)
+    always = special_tokens(lazy.tokenizer, lazy.terms.stop_ids, vocab_size)
+    dropped = [data.drop_loops, data.drop_truncated]
+    key = sha256_json([FORMAT, "rows", answered.name, dropped, data.validation_rows, size, always])
     folder = root / f"rows-{key[:24]}"
     if _current(folder, "rows and vocabulary"):
         return folder
-    rows = Rows.load(answered / "rows")
-    good = [i for i, m in enumerate(rows.meta) if not (data.drop_loops and m["loop"])]
+    rows = shards.read(answered)
+    good = [i for i, m in enumerate(rows.meta) if not _dropped(m, data)]
     train, validation = (rows.subset(side) for side in split_by_prompt(rows, good, data.validation_rows))
     _refuse_unsupervised(train, validation, report, _report(answered), data.validation_rows)
     vocab = build_vocab(train, size, vocab_size, always)
@@ -210,19 +236,40 @@ def _rows(
             "coverage_validation": coverage(validation, vocab),
         },
     }
-    covered = report["vocabulary"]
-    report["warnings"] = low_coverage(covered["coverage"], "training")
-    report["warnings"] += low_coverage(covered["coverage_validation"], "validation")
-    by_key = {(name, p.id): p for name, p in prompts}
+    low = low_coverage(report["vocabulary"]["coverage"], "training")
+    low += low_coverage(report["vocabulary"]["coverage_validation"], "validation")
+    report["warnings"] = [*(f"{w}. Raise eagle.draft_vocab" for w in low), *report["answers"]["warnings"]]
     with whole_folder(folder) as aside:
         write_rows(train, aside / "train")
         write_rows(validation, aside / "validation")
         write_vocab(vocab, aside / "vocab.safetensors")
-        held_out = dict.fromkeys((m["source"], m["id"]) for m in validation.meta)
-        write_lines(aside / "validation_prompts.jsonl", [to_record(by_key[name]) for name in held_out])
+        write_lines(aside / "validation_prompts.jsonl", _asked(pairs, validation))
         write_json(aside / "report.json", report)
     _say(report, folder)
     return folder
+
+
+def _dropped(meta: dict[str, Any], data: DataConfig) -> bool:
+    return (data.drop_loops and meta["loop"]) or (data.drop_truncated and meta["fate"] in ("truncated", "cut"))
+
+
+def _check_apart(recipe: Recipe, lazy: Lazy, pairs: list[tuple[str, Record]], prepared: Prepared) -> None:
+    """Count what the training prompts share with those of validation and evaluation; kept beside the rows."""
+    sets = {**contamination.evaluation_sets(recipe), "validation": prepared.validation_prompts}
+    path = prepared.folder / f"contamination-{sha256_json([[p.key for p in s] for s in sets.values()])[:16]}.json"
+    if not path.is_file():
+        trained = {(m["source"], m["id"]) for m in prepared.train.meta}
+        questions = (contamination.asked(r, lazy.decode) for name, r in pairs if (name, r.id) in trained)
+        write_json(path, contamination.contamination(questions, sets))
+    for warning in contamination.warnings(read_json(path, "the contamination report")):
+        print(f"data: warning: {warning}", flush=True)
+
+
+def _asked(pairs: list[tuple[str, Record]], rows: Rows) -> list[dict[str, Any]]:
+    """What the rows ask, each prompt once: those that can be put to a decoder."""
+    named = {(name, r.id): r for name, r in pairs}
+    records = [named[key] for key in dict.fromkeys((m["source"], m["id"]) for m in rows.meta)]
+    return [to_record(p.conversation()) for p in to_prompts(records, Tally())]
 
 
 def _refuse_unsupervised(
@@ -230,7 +277,7 @@ def _refuse_unsupervised(
 ) -> None:
     if int(predicted(train).sum()):
         return
-    counts = {k: answers[k] for k in ("prompts", "rows", "truncated", "cut", "no_room", "empty")}
+    counts = {k: answers[k] for k in ("prompts", "rows", *FATES[1:])}
     raise UserError(
         f"the dataset has no supervised token to train on: {prompts['prompts']} prompts, answers {counts}, "
         f"{len(train)} rows for training beside {len(validation)} for validation (data.validation_rows={wanted}). "
@@ -264,7 +311,7 @@ def _say(report: dict[str, Any], folder: Path) -> None:
     ):
         print(f"data: {line}", flush=True)
     for warning in report["warnings"]:
-        print(f"data: warning: {warning}. Raise eagle.draft_vocab.", flush=True)
+        print(f"data: warning: {warning}", flush=True)
 
 
 def _current(folder: Path, stage: str) -> bool:
@@ -278,11 +325,12 @@ def _report(folder: Path) -> dict[str, Any]:
     return report
 
 
-def _read_prompts(path: Path) -> list[Prompt]:
-    return [parse(r, f"{path}, record {i}", str(i), path.stem) for i, r in enumerate(read_lines(path), start=1)]
+def _read_records(path: Path) -> list[Record]:
+    rows: list[tuple[int, str, Any]] = [(i, f"record {i}", value) for i, value in enumerate(read_lines(path), start=1)]
+    return collect(rows, str(path), "")[0] if rows else []
 
 
-def _vocab_size(source: Source) -> int:
+def vocabulary_size(source: Source) -> int:
     config = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
     return int(config.get("text_config", config)["vocab_size"])
 
@@ -292,6 +340,7 @@ def main(recipe: Recipe) -> None:
     if recipe.dry_run:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         print(SourceCost.table(costs))
+        print("\n".join(expected(recipe, SourceCost.load(costs))))
         return
     prepare(recipe, lambda dtype: load_target(recipe.target, choose_device(recipe.device), dtype))
 

@@ -1,15 +1,20 @@
 """What can be said of a recipe's data before any weight is loaded: mistakes, and what it will cost."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
-from pathlib import Path
 
-from data_prep.prompts import read_file
-from data_prep.synthesis import SURPLUS
+from data_prep.intake import read_source
+from data_prep.probe import Load, folder_at_hand
+from data_prep.schemas import Conversation, Record, Rendered
+from data_prep.synthesis import A_LIST, LIST_TOKENS, SURPLUS
 from recipes.schema import DataConfig, Recipe, SourceConfig, UserError
 
 KINDS = ("file", "hub", "self")
 BYTES_PER_TOKEN = 5  # int32 id and uint8 mark
+SAMPLED = 256  # records of a file whose lengths are looked at
+CHARACTERS = 4  # a token, where the tokenizer is not at hand
+MARKUP = 5  # tokens that a template puts around a turn, about
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,9 @@ class SourceCost:
     kind: str
     prompts: int
     written_tokens: int  # questions that the target writes, those that fall included
+    asked_tokens: int  # of prompts that the target answers or that stand before kept answers; of files an estimate
     answer_tokens: int
+    kept_tokens: int  # answers that the source came with, an estimate
     row_bytes: int
 
     @staticmethod
@@ -30,9 +37,10 @@ class SourceCost:
             if c.prompts < 0:
                 lines.append(f"  {c.name} ({c.kind}): as many prompts as the dataset has; set rows to bound it")
                 continue
+            kept = f", about {c.kept_tokens:,} answer tokens kept" if c.kept_tokens else ""
             lines.append(
                 f"  {c.name} ({c.kind}): {c.prompts:,} prompts, at most {c.written_tokens:,} question tokens and "
-                f"{c.answer_tokens:,} answer tokens generated, {c.row_bytes / 1e6:,.1f} MB of rows on disk"
+                f"{c.answer_tokens:,} answer tokens generated{kept}, {c.row_bytes / 1e6:,.1f} MB of rows on disk"
             )
         known = [c for c in costs if c.prompts >= 0]
         tokens = sum(c.written_tokens + c.answer_tokens for c in known)
@@ -41,6 +49,17 @@ class SourceCost:
         total = f"total: {sum(c.prompts for c in known):,} prompts, at most {tokens:,} generated tokens, {disk:,.1f} MB"
         return "\n".join(["data preparation will cost (upper bounds):", *lines, total])
 
+    @staticmethod
+    def load(costs: list["SourceCost"]) -> Load:
+        known = [c for c in costs if c.prompts >= 0]
+        return Load(
+            sum(c.prompts for c in known),
+            sum(c.written_tokens for c in known),
+            sum(c.asked_tokens for c in known),
+            sum(c.answer_tokens for c in known),
+            sum(c.kept_tokens for c in known),
+        )
+
 
 def check_sources(recipe: Recipe) -> list[SourceCost]:
     """Refuse what is wrong in `data`, naming the key; then the cost of each source."""
@@ -48,10 +67,11 @@ def check_sources(recipe: Recipe) -> list[SourceCost]:
     _check_numbers(data)
     if not data.sources:
         raise UserError("data.sources is empty: name at least one, e.g. data.sources.chat={kind: self, rows: 1000}")
-    return [_source_cost(name, source, data) for name, source in data.sources.items()]
+    return [_source_cost(name, source, recipe) for name, source in data.sources.items()]
 
 
-def _source_cost(name: str, source: SourceConfig, data: DataConfig) -> SourceCost:
+def _source_cost(name: str, source: SourceConfig, recipe: Recipe) -> SourceCost:
+    data = recipe.data
     key = f"data.sources.{name}"
     if source.kind not in KINDS:
         raise UserError(f"{key}.kind={source.kind!r} is not one of {', '.join(KINDS)}")
@@ -59,25 +79,61 @@ def _source_cost(name: str, source: SourceConfig, data: DataConfig) -> SourceCos
         raise UserError(f"{key}.rows={source.rows} must not be negative (0 = all)")
     if source.kind in ("file", "hub") and not source.path:
         raise UserError(f"{key}.path is empty: a source of kind {source.kind} needs one")
-    written = 0
+    written = kept = 0
+    asked = max(0, data.max_length - data.answer_tokens)  # for each prompt: what leaves room for a whole answer
     if source.kind == "self":
         if source.rows == 0:
             raise UserError(f"{key}.rows is 0: self-synthesis needs the number of questions to keep, e.g. 1000")
-        if source.max_tokens < 1 or source.temperature < 0 or not source.openings:
-            raise UserError(f"{key}: max_tokens must be at least 1, temperature at least 0 and openings not empty")
-        if source.temperature == 0 and source.rows > len(source.openings):
-            raise UserError(f"{key}.temperature=0 writes the same question for the same opening. Use e.g. 1.0")
+        if source.max_tokens < 1 or min(source.temperatures, default=-1) < 0 or not source.openings:
+            raise UserError(f"{key}: max_tokens must be at least 1, temperatures at least 0 and openings not empty")
+        if 0 in source.temperatures and source.rows > len(source.openings):
+            raise UserError(f"{key}.temperatures=[0] writes the same question for the same opening. Use e.g. [1.0]")
         count = source.rows
-        written = ceil(SURPLUS * count) * source.max_tokens
+        written = ceil(SURPLUS * count) * source.max_tokens + ceil(source.subjects / A_LIST) * LIST_TOKENS
+        asked = min(asked, source.max_tokens)
     elif source.kind == "file":
-        count = len(read_file(Path(source.path).expanduser()))
-        count = min(count, source.rows) if source.rows else count
+        records = read_source(source)[0]
+        count = len(records)
+        asked, kept = _lengths(records, recipe)
     else:
         count = source.rows or -1
     rows = max(0, count)
+    keep = source.answers == "keep"
     return SourceCost(
-        name, source.kind, count, written, rows * data.answer_tokens, rows * data.max_length * BYTES_PER_TOKEN
+        name,
+        source.kind,
+        count,
+        written,
+        rows * asked,
+        0 if keep else rows * data.answer_tokens,
+        rows * kept if keep else 0,
+        rows * data.max_length * BYTES_PER_TOKEN,
     )
+
+
+def _lengths(records: Sequence[Record], recipe: Recipe) -> tuple[int, int]:
+    """Tokens of a record's questions and of its answers, the mean over a sample."""
+    from transformers import AutoTokenizer
+
+    sample = records[:: max(1, len(records) // SAMPLED)]
+    folder = folder_at_hand(recipe.target)
+    tokenizer = AutoTokenizer.from_pretrained(folder) if folder else None
+
+    def length(text: str) -> float:
+        return len(tokenizer(text)["input_ids"]) if tokenizer is not None else len(text) / CHARACTERS
+
+    asked = answered = 0.0
+    for record in sample:
+        if isinstance(record, Conversation):
+            counts = [(m["role"] == "assistant", length(m["content"]) + MARKUP) for m in record.messages]
+            answered += sum(count for is_answer, count in counts if is_answer)
+            asked += sum(count for is_answer, count in counts if not is_answer)
+        elif isinstance(record, Rendered):
+            answered += length(record.text)
+        else:
+            answered += len(record.marks) - record.marks.count(0)
+            asked += record.marks.count(0)
+    return ceil(asked / len(sample)), ceil(answered / len(sample))
 
 
 def _check_numbers(data: DataConfig) -> None:

