@@ -1,9 +1,8 @@
 """A target of characters and a decoder with a price list, so that the harness can be tested without a model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -18,8 +17,8 @@ from recipes.schema import EvalConfig, Recipe
 class Letters:
     """A tokenizer whose tokens are characters."""
 
-    chat_template = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
-    special_tokens_map: Mapping[str, str] = MappingProxyType({})
+    chat_template = "{% for m in messages %}{{ m.role[0] + ':' + m.content + '\n' }}{% endfor %}"
+    special_tokens_map: ClassVar[dict[str, str]] = {}
 
     def get_chat_template(self, **_: Any) -> str:
         return self.chat_template
