@@ -22,7 +22,7 @@ from tests.data_prep.test_supervision import slow_supervised
 from tests.tiny import TEMPLATE, tiny_tokenizer
 
 STEPS = 7
-QUICK, FULL = 60, 1000  # dialogues of each style
+QUICK, FULL = 100, 1000  # dialogues of each style
 
 
 @pytest.fixture(scope="session")
