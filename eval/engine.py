@@ -14,25 +14,29 @@ from torch import Tensor
 
 from eval.drafting import EagleDrafting
 from eval.matrix import WIDTH, SuccessorMatrix
+from eval.paths import Drawn
 from eval.proposing import Proposal, proposer
+from eval.rules import Rule, faults, guard, refuse, rule_of, verify
 from eval.settings import Settings
 from eval.tree import DraftTree
-from eval.verify import follow, walk
+from eval.verify import Drafts, follow, walk
 from models.cache import KVCache
 from models.capture import Steps
 from models.eagle3 import Eagle3
-from models.sampling import sample, top, uniforms
+from models.sampling import law, sample, top, uniforms
 from models.target import Target, padded
 
 PREFILL_LOGITS = 512  # positions whose logits are formed at once
 ROUNDING = 256  # of capacities
+SAMPLED = 0x51ED0000  # between the seeds of what the target and what the drafter draws
 PHASES = ("prefill", "draft", "retrieve", "verify", "accept", "cache")
 
 
 @dataclass(frozen=True)
 class Facts:
     """What the host must know of a row's round: its tokens (accepted drafts, then the bonus), how many drafts were
-    accepted, the verified nodes, the gate stage, the merged nodes, the drafted depth, and who drafted each token."""
+    accepted, the verified nodes, the gate stage, the merged nodes, the drafted depth, who drafted each token, and which
+    of eval.rules.FAULTS its laws have."""
 
     said: list[int]
     accepted: int
@@ -41,13 +45,16 @@ class Facts:
     merged: int
     drafted: int
     sources: list[int]
+    faults: list[bool]
 
 
 def _facts(row: list[int], width: int) -> Facts:
-    """Read off what `Engine._accept` packed: five numbers, what was said and who drafted each node, `width` of each."""
+    """Read off what `Engine._accept` packed: five numbers, what was said and who drafted each node, `width` of each,
+    and the faults of its laws if they were looked at."""
     accepted, nodes, stage, merged, drafted = row[:5]
     sources = row[6 + width : 6 + width + accepted]  # the first one is the root's
-    return Facts(row[5 : 6 + accepted], accepted, nodes, stage, merged, drafted, sources)
+    faults = [number > 0 for number in row[5 + 2 * width :]]
+    return Facts(row[5 : 6 + accepted], accepted, nodes, stage, merged, drafted, sources, faults)
 
 
 class Clock:
@@ -107,7 +114,9 @@ class Engine:
         self.row_ids = torch.zeros_like(self.roots)
         self.alive = torch.ones(rows, dtype=torch.bool, device=device)
         self.index = torch.arange(rows, device=device)
-        self.proposer = proposer(settings, self.roots, self.fixed, drafting, target.vocab_size)
+        self.rule = rule_of(settings)
+        self.proposer = proposer(settings, self.roots, self.fixed, drafting, target.vocab_size, self.noise)
+        guard(self.rule, self.proposer.peeks)
         self.matrix = self.proposer.matrix
         self._waiting: tuple[Verified, Tensor, Tensor, list[int]] | None = None
 
@@ -117,6 +126,11 @@ class Engine:
         s = self.settings
         rows = self.row_ids.view(-1, *[1] * (positions.dim() - 1))
         return sample(logits, s.temperature, s.top_k, s.top_p, uniforms(s.seed, rows, positions))
+
+    def noise(self, count: int) -> Tensor:
+        """Uniforms of this round [B, count], by (seed, row, position) as well, but apart from those of `choose`."""
+        places = self.cache.lengths.unsqueeze(1) * count + torch.arange(count, device=self.roots.device)
+        return uniforms(self.settings.seed + SAMPLED, self.row_ids.unsqueeze(1), places)
 
     @torch.no_grad()
     def prefill(self, prompts: list[list[int]], row_ids: list[int], matrix: SuccessorMatrix | None) -> list[int]:
@@ -191,6 +205,7 @@ class Engine:
         else:
             self._waiting = verified, path, said, counts
         found = [_facts(row, said.shape[1]) for row in read]
+        refuse([[] if over else fact.faults for fact, over in zip(found, done, strict=True)])
         self.proposer.hear([[] if over else fact.said for fact, over in zip(found, done, strict=True)])
         return found
 
@@ -213,7 +228,7 @@ class Engine:
         states = target.forward(tree.tokens, self.cache, depths, ancestors)
         logits, chosen = target.logits(states.final_BTH), None
         s = self.settings
-        if s.temperature == 0 or (logits.is_cuda and s.top_k == 0 and s.top_p >= 1):
+        if self.rule is None and (s.temperature == 0 or (logits.is_cuda and s.top_k == 0 and s.top_p >= 1)):
             behind = torch.arange(tree.size, device=logits.device) if depths is None else depths
             chosen = self.choose(logits, self.cache.lengths.unsqueeze(1) + 1 + behind)
         return Verified(states.taps_BTC, logits, chosen, depths)
@@ -221,7 +236,11 @@ class Engine:
     def _accept(self, proposal: Proposal, v: Verified) -> tuple[Tensor, Tensor, Tensor]:
         """The accepted path [B, D] of nodes, what it says [B, D] (drafts, then the bonus), and `Facts` as numbers."""
         tree, start = proposal.tree, self.cache.lengths + 1  # the position of the first token that this round chooses
-        if v.chosen is None:
+        found = []
+        if self.rule is not None and proposal.drawn is not None:
+            path, accepted, bonus, broken = self._judge(self.rule, proposal.drawn, v)
+            found = [broken]
+        elif v.chosen is None:
             path, accepted, bonus = walk(
                 tree, lambda node, depth: self.choose(v.logits[self.index, node], start + depth)
             )
@@ -234,7 +253,18 @@ class Engine:
         nodes = tree.valid.sum(1) - 1
         drafted = nodes if v.depths is None else (v.depths * tree.valid).amax(1)
         numbers = torch.stack([accepted, nodes, proposal.stage, proposal.merged, drafted], 1)
-        return path, said, torch.cat([numbers, said, tree.source.gather(1, path)], 1)
+        return path, said, torch.cat([numbers, said, tree.source.gather(1, path), *found], 1)
+
+    def _judge(self, rule: Rule, drawn: Drawn, v: Verified) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Path, accepted and bonus by a rule, and the faults of the laws [B, 5]."""
+        s = self.settings
+        if s.temperature > 0:
+            target = law(v.logits, s.temperature, s.top_k, s.top_p)
+        else:
+            best = v.logits.argmax(2, keepdim=True)
+            target = torch.zeros_like(v.logits, dtype=drawn.laws.dtype).scatter_(2, best, 1.0)
+        drafts = Drafts(drawn.tokens, drawn.laws, target, drawn.coins)
+        return *verify(rule, drafts, drawn.ends), faults(drafts)
 
     def _commit(self, v: Verified, path: Tensor, said: Tensor, counts_B: Tensor, counts: list[int] | None) -> None:
         """Keep the accepted path in the target's cache; the last token said is the next root."""

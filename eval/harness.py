@@ -146,7 +146,8 @@ def validation_tau(
 ) -> float:
     """Greedy chain tau on the first turns of validation prompts, looping answers left out, in batches."""
     decode = decode or decode_keeping()
-    settings = settings_of("chain", recipe.eval, temperature=0.0, top_p=1.0, top_k=0)
+    greedy = replace(recipe.eval, temperature=0.0, top_p=1.0, top_k=0, verifier="match", paths=1, draft_temperature=0.0)
+    settings = settings_of("chain", greedy)
     encoded = [encode(target, recipe, prompt) for prompt in prompts]
     fitting = sorted((ids for ids in encoded if len(ids) <= longest_prompt(target, recipe.eval)), key=len)
     rows: list[RowResult] = []

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from eval.matrix_file import is_file
+from eval.rules import BEST_OF_ONE, BEST_OF_SEVERAL, RULES, rule_of, words
 from eval.settings import GATED, LINES, PUBLISHED_GATES, Settings
 from recipes.schema import DECODERS, DRAFTED, EvalConfig, Recipe, UserError, validate
 
@@ -24,6 +25,18 @@ def check_settings(recipe: Recipe) -> None:
     """Refuse settings that no decoder can honour. Needs neither weights nor prompts."""
     validate(recipe)
     warm_prompts(recipe.eval.matrix)
+    for settings in judged(recipe):
+        rule_of(settings)
+
+
+def judged(recipe: Recipe) -> list[Settings]:
+    """The settings whose rule is asked for: `chain`'s, or those that eval.verifier is given with in vain."""
+    e = recipe.eval
+    names = [recipe.decoder] if recipe.decoder else e.decoders
+    if "chain" in names:
+        return [settings_of("chain", e)]
+    given = {} if e.verifier == "auto" else {"verifier": e.verifier}
+    return [settings_of(name, e, **given) for name in names if given and name != "ar"]
 
 
 def warm_prompts(matrix: str) -> int:
@@ -45,6 +58,7 @@ def settings_of(decoder: str, e: EvalConfig, **changes: Any) -> Settings:
     """The recipe's settings for one decoder; a line is a tree without branches."""
     depth = e.chain_length if decoder == "chain" else DEPTHS.get(decoder, e.depth)
     line = decoder in LINES
+    policy = sampling_of(e, changes.get("temperature", e.temperature)) if decoder == "chain" else {}
     settings = Settings(
         decoder=decoder,
         max_new_tokens=e.max_new_tokens,
@@ -56,8 +70,35 @@ def settings_of(decoder: str, e: EvalConfig, **changes: Any) -> Settings:
         branch=1 if line else e.branch,
         nodes=depth if line else e.nodes,
         gates=tuple(e.gates) or PUBLISHED_GATES,
+        **policy,
     )
     return replace(settings, **changes)
+
+
+POLICY = ("verifier", "paths", "draft_temperature", "draft_top_p")  # of Settings: how `chain` drafts and is judged
+
+
+def sampling_of(e: EvalConfig, temperature: float) -> dict[str, Any]:
+    """How `chain` drafts and is verified: with eval.verifier=auto greedily at temperature 0, and above it sampled with
+    the best rule that was measured. Unless it is given, the draft temperature is the target's where a rule asks for
+    laws, and 0 where none does."""
+    verifier, heat = e.verifier, e.draft_temperature
+    if verifier == "auto":
+        sampled = temperature > 0 if heat is None else heat > 0
+        verifier = (BEST_OF_ONE if e.paths == 1 else BEST_OF_SEVERAL) if sampled else "match"
+    if heat is None:
+        heat = temperature if verifier in RULES and RULES[verifier].laws else 0.0
+    return {"verifier": verifier, "paths": e.paths, "draft_temperature": heat, "draft_top_p": e.draft_top_p}
+
+
+def policies(e: EvalConfig) -> list[dict[str, Any]]:
+    """Ways for `chain` to draft and to be judged, for the tuner to choose among: changes of Settings. Where the recipe
+    names a rule, paths or a draft temperature, and at temperature 0, there is nothing to choose."""
+    if e.temperature == 0 or e.verifier != "auto" or e.paths > 1 or e.draft_temperature is not None:
+        return [{}]
+    rules = [("match", 1, 0.0), (BEST_OF_ONE, 1, e.temperature)]
+    rules += [(BEST_OF_SEVERAL, paths, e.temperature) for paths in (2, 4)]
+    return [{"verifier": rule, "paths": paths, "draft_temperature": heat} for rule, paths, heat in rules]
 
 
 def plan(
@@ -119,7 +160,8 @@ def asked(recipe: Recipe) -> dict[str, Any]:
     e = recipe.eval
     names = [recipe.decoder] if recipe.decoder else list(e.decoders)
     shape = {"nodes": e.nodes, "depth": e.depth, "branch": e.branch, "gates": list(e.gates)}
-    return {"decoders": names, "chain_length": e.chain_length, **shape}
+    rule = {key: getattr(e, key) for key in POLICY}
+    return {"decoders": names, "chain_length": e.chain_length, **shape, **rule}
 
 
 def tuned_shapes(tuned: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -129,6 +171,8 @@ def tuned_shapes(tuned: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for name in GATED:
         if name in best:
             shapes[name]["gates"] = tuple(best[name]["gates"])
+    if "chain" in best:
+        shapes["chain"] |= {key: best["chain"][key] for key in POLICY}
     if "eagle" in best and "graft" in best:
         leader, other = (
             ("graft", "eagle") if best["graft"]["tokens_per_s"] >= best["eagle"]["tokens_per_s"] else ("eagle", "graft")
@@ -142,6 +186,9 @@ def describe(settings: Settings) -> str:
     """The draft's shape in words, for tables."""
     if settings.decoder == "ar":
         return "one token a step"
+    if settings.samples:
+        many = f"{settings.paths} paths of " if settings.paths > 1 else ""
+        return f"{many}{settings.depth} sampled drafts, {settings.verifier}"
     if settings.decoder == "chain":
         return f"{settings.depth} draft{'s' if settings.depth > 1 else ''} in a row"
     if settings.decoder in LINES:
@@ -165,5 +212,6 @@ def settings_record(entry: Entry, batch_size: int) -> dict[str, Any]:
         "batch_size": batch_size,
         "matrix": entry.matrix or "none",
         "timed": entry.timed,
+        "verification": words(entry.settings),
         "gates_from": entry.gates_from,
     }

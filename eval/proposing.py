@@ -4,7 +4,7 @@ A proposer reads what it holds of three things, which the engine keeps up to dat
 matrix, and the rows' texts. B rows, N nodes.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,9 +14,11 @@ from torch import Tensor
 from eval.copying import Lookup, Suffix
 from eval.drafting import GATE_DEPTHS, UNGATED, EagleDrafting, draft_budgets, rerank
 from eval.matrix import SuccessorMatrix, graft, retrieve, template
+from eval.paths import Drawn, draw_paths
+from eval.rules import rule_of
 from eval.settings import GATED, Settings
 from eval.talon import talon
-from eval.tree import FIELDS, RETRIEVAL, DraftTree, compact, root_only
+from eval.tree import FIELDS, RETRIEVAL, DraftTree, compact, merged, root_only
 from models.capture import Steps
 from models.target import padded
 
@@ -28,18 +30,20 @@ class Laps(Protocol):
 @dataclass(frozen=True)
 class Proposal:
     """A round's tree, each row's gate stage and merged nodes [B], and a name for where these lie: what a captured step
-    reads must be in the same place whenever the name is the same."""
+    reads must be in the same place whenever the name is the same. Sampled drafts have their laws beside them."""
 
     tree: DraftTree
     stage: Tensor
     merged: Tensor
     place: Hashable = None
+    drawn: Drawn | None = None
 
 
 class Proposer:
     """Plain decoding: nothing is proposed."""
 
     line = True  # nodes follow one another, so that neither positions nor masks are needed
+    peeks = False  # how sure the drafter is of the tokens that it drafted decides which of them are verified
     drafting: EagleDrafting | None = None
     matrix: SuccessorMatrix | None = None
 
@@ -69,6 +73,7 @@ class Drafted(Proposer):
         self.branch = 1 if self.line else settings.branch
         depths = GATE_DEPTHS if settings.decoder in GATED else ()
         self.gates = tuple(g for g, d in zip(settings.gates, depths, strict=False) if d <= settings.depth)
+        self.peeks = not self.line
         self.kept = draft_budgets(settings.most)
         self.budgets = torch.tensor(self.kept, device=roots_B.device)
 
@@ -193,6 +198,7 @@ class Talon(Proposer):
     """`talon`: a drafter's tree that is deep where it is sure and wide where it is not."""
 
     line = False
+    peeks = True
 
     def __init__(self, settings: Settings, roots_B: Tensor, fixed: bool, drafting: EagleDrafting) -> None:
         super().__init__(settings, roots_B, fixed)
@@ -207,12 +213,54 @@ class Talon(Proposer):
         return Proposal(tree if self.fixed else compact(tree), self.stage, self.merged, f.level)
 
 
+class Sampled(Proposer):
+    """`chain` at a draft temperature: K paths drawn independently, merged into a tree, with the laws that `rule` asks
+    for. `noise` gives so many uniforms a row [B, n], new ones each round."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        roots_B: Tensor,
+        fixed: bool,
+        drafting: EagleDrafting,
+        vocab_size: int,
+        noise: Callable[[int], Tensor],
+    ) -> None:
+        super().__init__(settings, roots_B, fixed)
+        self.drafting: EagleDrafting = drafting
+        self.line, self.noise = settings.paths == 1, noise
+        rule = rule_of(settings)
+        inner = 1 + (settings.depth - 1) * settings.paths if rule is not None and rule.laws else 0
+        self.laws = torch.zeros(len(roots_B), inner, vocab_size, device=roots_B.device)
+
+    def propose(self, steps: Steps, clock: Laps) -> Proposal:
+        tree, drawn = steps.run("paths", self._draw)
+        clock.lap("draft")
+        return Proposal(tree, self.stage, self.merged, drawn=drawn)
+
+    def _draw(self) -> tuple[DraftTree, Drawn]:
+        s = self.settings
+        B, count = len(self.roots), s.paths * s.depth
+        noise = self.noise(2 * count + 2)
+        shape, parts = (B, s.paths, s.depth), noise.split([count, count, 2], 1)
+        tokens = draw_paths(self.drafting, parts[0].view(shape), s.draft_temperature, s.draft_top_p, self.laws)
+        return merged(self.roots, tokens), Drawn(tokens, self.laws, parts[1].view(shape), parts[2])
+
+
 def proposer(
-    settings: Settings, roots_B: Tensor, fixed: bool, drafting: EagleDrafting | None, vocab_size: int
+    settings: Settings,
+    roots_B: Tensor,
+    fixed: bool,
+    drafting: EagleDrafting | None,
+    vocab_size: int,
+    noise: Callable[[int], Tensor] | None = None,
 ) -> Proposer:
-    """The proposer of a decoder; `drafting` is there where `settings.drafts`."""
+    """The proposer of a decoder; `drafting` is there where `settings.drafts`, `noise` where it samples."""
     assert (drafting is not None) == settings.drafts
     if drafting is not None:
+        if settings.samples:
+            assert noise is not None
+            return Sampled(settings, roots_B, fixed, drafting, vocab_size, noise)
         if settings.decoder == "talon":
             return Talon(settings, roots_B, fixed, drafting)
         if settings.decoder == "graft":

@@ -242,6 +242,9 @@ def lossless_lines(tables: list[Table]) -> list[str]:
             lines.append(
                 f"{checks['dtype']} differences are counted the same way, not called lossless: rounding parts them."
             )
+    drafted = [t for t in tables if t["decoder"] != "ar"]
+    if temperature > 0 or any(t["settings"]["draft_temperature"] > 0 for t in drafted):
+        lines += [f"{t['decoder']}: {t['settings']['verification']}." for t in drafted]
     if "speed" in checks:
         lines.append(baseline_line(checks["speed"]))
     return lines

@@ -11,7 +11,11 @@ PUBLISHED_GATES = (0.15, 0.14, 0.50)  # Graft's own, for Qwen3-8B
 
 @dataclass(frozen=True)
 class Settings:
-    """For `chain`, `lookup` and `suffix`, depth is the draft length and nodes and branch do not count."""
+    """For `chain`, `lookup` and `suffix`, depth is the draft length and nodes and branch do not count.
+
+    `chain` drafts greedily at a draft temperature of 0; above it, it samples `paths` of them, and `verifier` is one of
+    eval.rules. All that is greedy is verified by `match`.
+    """
 
     decoder: str = "ar"
     max_new_tokens: int = 256
@@ -23,11 +27,20 @@ class Settings:
     branch: int = 10
     nodes: int = 60
     gates: tuple[float, ...] = PUBLISHED_GATES
+    verifier: str = "match"
+    paths: int = 1
+    draft_temperature: float = 0.0
+    draft_top_p: float = 1.0
 
     @property
     def drafts(self) -> bool:
         """A drafter is asked."""
         return self.decoder in DRAFTED
+
+    @property
+    def samples(self) -> bool:
+        """Drafts are drawn, and have laws that a verifier can ask for."""
+        return self.decoder == "chain" and self.draft_temperature > 0
 
     @property
     def remembers(self) -> bool:
@@ -39,12 +52,12 @@ class Settings:
         """Drafts of one round, at most."""
         if self.decoder == "ar":
             return 0
-        return self.depth if self.decoder in LINES else self.nodes
+        return self.depth * self.paths if self.decoder in LINES else self.nodes
 
     @property
     def room(self) -> int:
         """Slots of the target's cache that a round may write past the committed ones."""
-        layers = 0 if self.decoder == "talon" else self.depth * self.branch
+        layers = 0 if self.decoder == "talon" else self.depth * max(self.branch, self.paths)
         return max(self.nodes, layers) + self.depth + 16
 
     @property

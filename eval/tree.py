@@ -52,6 +52,23 @@ def root_only(tokens_B: Tensor) -> DraftTree:
     return DraftTree(tokens, zeros, zeros.float(), zeros, torch.ones_like(tokens, dtype=torch.bool), 0)
 
 
+def merged(roots_B: Tensor, tokens_BKL: Tensor) -> DraftTree:
+    """K paths as one tree of 1 + K * L nodes, numbered as in eval.verify.Drafts; a path whose first tokens are those of
+    an earlier one uses its nodes, and its own are invalid."""
+    K, L = tokens_BKL.shape[1:]
+    alike = (tokens_BKL.unsqueeze(2) == tokens_BKL.unsqueeze(1)).cumprod(3)
+    first = alike.to(torch.uint8).argmax(2)
+    path = torch.arange(K, device=tokens_BKL.device)
+    above = first[..., :-1] + 1 + K * torch.arange(L - 1, device=path.device)
+    parents = torch.cat([torch.zeros_like(first[..., :1]), above], 2).transpose(1, 2).flatten(1)
+    root = torch.zeros_like(roots_B).unsqueeze(1)
+    own = (first == path.view(1, K, 1)).transpose(1, 2).flatten(1)
+    tokens = torch.cat([roots_B.unsqueeze(1), tokens_BKL.transpose(1, 2).flatten(1)], 1)
+    valid = torch.cat([torch.ones_like(root, dtype=torch.bool), own], 1)
+    parents, scores = torch.cat([root, parents], 1), torch.zeros(tokens.shape, device=path.device)
+    return DraftTree(tokens, parents, scores, torch.full_like(tokens, DRAFTER), valid, L)
+
+
 def compact(tree: DraftTree, width: int | None = None) -> DraftTree:
     """Valid nodes first, in order, and no more columns than `width`, or than the fullest row needs."""
     order = (~tree.valid).to(torch.uint8).sort(dim=1, stable=True).indices

@@ -13,7 +13,7 @@ from eval.decode import Decoded
 from eval.matrix import SuccessorMatrix
 from eval.memory import SMALLER, attempt
 from eval.outcome import STAGES
-from eval.plan import describe
+from eval.plan import POLICY, describe
 from eval.settings import Settings
 from recipes.schema import DECODERS, UserError
 
@@ -90,6 +90,7 @@ class Trial:
             "branch": s.branch,
             "nodes": s.nodes,
             "gates": list(s.gates),
+            **{key: getattr(s, key) for key in POLICY},
             "rows": 1 + s.most,
             "calls": len(self.seconds),
             "tokens": sum(self.emitted),

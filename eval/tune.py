@@ -26,7 +26,7 @@ from eval.decode import Decoded, decode_keeping
 from eval.matrix import SuccessorMatrix
 from eval.memory import by_halving
 from eval.outcome import encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
-from eval.plan import asked, at_batch, batch_sizes, settings_of
+from eval.plan import POLICY, asked, at_batch, batch_sizes, policies, settings_of
 from eval.results import environment
 from eval.settings import GATED, Settings
 from eval.trials import (
@@ -165,7 +165,7 @@ def measured_grid(
 
 def shortfall(grid: list[dict[str, Any]], chosen: dict[str, Any]) -> float:
     """How far the chosen setting is below the best of a measured grid, as a share of the best."""
-    keys = ("decoder", "depth", "branch", "nodes", "gates")
+    keys = ("decoder", "depth", "branch", "nodes", "gates", *POLICY)
     mine = next((row for row in grid if all(row[key] == chosen[key] for key in keys)), None)
     if mine is None:
         raise ValueError(f"{chosen['decoder']} ({chosen['shape']}) is not in the grid")
@@ -183,7 +183,8 @@ def candidates(recipe: Recipe, device: str) -> list[Settings]:
     found = [settings_of("ar", e)]
     lengths = {"chain": CHAINS_GPU if gpu else CHAINS_CPU, "lookup": COPIES[:3], "suffix": COPIES}
     for name in names:
-        found += [settings_of(name, e, depth=k, nodes=k) for k in lengths.get(name, ())]
+        ways: list[dict[str, Any]] = policies(e) if name == "chain" else [{}]
+        found += [settings_of(name, e, depth=k, nodes=k, **way) for way in ways for k in lengths.get(name, ())]
         if name in ("eagle", "prune", "graft"):
             found += [settings_of(name, e, nodes=n, depth=d, branch=min(e.branch, n)) for n, d in shapes]
         if name in ("talon", "recycle"):

@@ -18,6 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 HERE = Path(__file__).parent
 DECODERS = ("ar", "chain", "eagle", "talon", "prune", "recycle", "lookup", "suffix", "graft")
 DRAFTED = ("chain", "eagle", "talon", "prune", "graft")  # those that ask a drafter
+VERIFIERS = (
+    "match", "tree", "token", "block", "greedy_block", "spectr", "multipath", "traversal", "promoted", "spectr_gbv"
+)  # fmt: skip
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # What `validate` asks of single keys; rules that join several are in it.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -28,6 +31,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.precision": ("auto", "fp32", "bf16", "fast"),
     "train.tracker": ("wandb", "none"),
     "decoder": ("", *DECODERS),
+    "eval.verifier": ("auto", *VERIFIERS),
+    "verifier": ("", *VERIFIERS),
 }
 # sampling habits that depend on more than the next token's law, or change it along the path: refused by name
 NOT_LOSSLESS = ("penalty", "logit_bias", "min_p", "typical_p", "no_repeat", "beam", "bad_words", "guidance", "min_new")
@@ -36,9 +41,9 @@ AT_LEAST_ONE = {
     "data.server": ("concurrency",),
     "eagle": ("unroll_steps",),
     "train": ("epochs", "batch_tokens", "micro_batch_tokens", "save_every", "keep", "log_every"),
-    "eval": ("max_new_tokens", "batch_size", "chain_length", "depth", "branch", "nodes", "max_prompt"),
+    "eval": ("max_new_tokens", "batch_size", "chain_length", "depth", "branch", "nodes", "max_prompt", "paths"),
 }
-AT_MOST = {"depth": 16, "chain_length": 16, "branch": 64, "nodes": 1024, "temperature": 10}  # of eval
+AT_MOST = {"depth": 16, "chain_length": 16, "branch": 64, "nodes": 1024, "temperature": 10, "paths": 16}  # of eval
 AT_LEAST_ZERO = {
     "data.server": ("requests_per_minute",),
     "eagle": ("draft_vocab",),
@@ -142,6 +147,10 @@ class EvalConfig:
     batch_sizes: list[int] = field(default_factory=list)  # of a sweep besides: every decoder, and `ar`, at each size
     dtype: str = "auto"  # as target.dtype
     chain_length: int = 7  # draft tokens of `chain`
+    verifier: str = "auto"  # of `chain`: one of eval/rules.py, match (drafts need no laws), auto = the best measured
+    paths: int = 1  # sampled chains a round, judged as one tree
+    draft_temperature: float | None = None  # of `chain`; 0 = greedy drafts; empty = the target's if the rule needs laws
+    draft_top_p: float = 1.0
     depth: int = 8  # of the tree
     branch: int = 10  # children a node, and frontier nodes a level (EAGLE's top-k)
     nodes: int = 60  # candidates, root not counted
@@ -168,6 +177,7 @@ class Recipe:
     # of `eval.run` and `data_prep.inspect` alone
     drafter: str = ""  # drafter folder
     decoder: str = ""  # one decoder instead of eval.decoders
+    verifier: str = ""  # instead of eval.verifier
     prompts: str = ""  # instead of eval.prompts
     out: str = ""
     rows: int = 3
@@ -220,6 +230,8 @@ def load(argv: list[str]) -> Recipe:
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere, for one
         raise UserError(f"{_origin(str(error.full_key or ''), argv, path)}: {_first_line(error)}") from error
     assert isinstance(recipe, Recipe)
+    if recipe.verifier:
+        recipe = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, verifier=recipe.verifier))
     validate(recipe)
     return recipe
 
@@ -252,6 +264,8 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
         ),
         ("eagle.step_decay", "above 0 and at most 1", 0 < r.eagle.step_decay <= 1),
         ("eval.top_p", "above 0 and at most 1", 0 < r.eval.top_p <= 1),
+        ("eval.draft_top_p", "above 0 and at most 1", 0 < r.eval.draft_top_p <= 1),
+        ("eval.draft_temperature", "0 to 10, or empty", 0 <= (r.eval.draft_temperature or 0) <= 10),
         ("eval.lossless", "-1 (none), 0 (all) or a number of prompts", r.eval.lossless >= -1),
         (
             "eval.gates",
