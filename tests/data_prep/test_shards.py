@@ -92,7 +92,8 @@ def test_the_command_killed_ten_times_ends_with_the_same_bytes(
     subprocess.run(command("whole"), check=True, capture_output=True)
     [report] = Path(many("whole").data.cache).glob("answers-*/report.json")
     seconds = json.loads(report.read_text())["seconds"]
-    source, left = random.Random(1), []  # shards that were whole when the process was killed
+    source = random.Random(1)
+    left: list[int] = []  # shards that were whole when the process was killed
     cache = Path(many("killed").data.cache)
     while len(left) < 10:
         process = subprocess.Popen(command("killed"), stdout=subprocess.PIPE, text=True)
