@@ -179,3 +179,65 @@ def finish(law_BN: Tensor, uniform_B: Tensor, nodes_BKD: Tensor) -> tuple[Tensor
         law_BN.contiguous(), uniform_B, nodes_BKD, node, depth, path, K, D - 1, N, uniform_B.stride(0), *widths
     )
     return node, depth, path
+
+
+@triton.jit
+def _health_of_chunk(laws, sums, wrong, V, chunks, BLOCK: tl.constexpr):
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
+    law = tl.load(laws + row * V + at, mask=at < V, other=0.0).to(tl.float64)
+    tl.store(sums + row * chunks + chunk, tl.sum(law, 0))
+    tl.store(wrong + row * chunks + chunk, tl.sum(tl.where(law >= 0.0, 0, 1), 0))  # NaN is not above 0 either
+
+
+@triton.jit
+def _faults_of(nodes, inside, sums, wrong, tolerance, rows, chunks, c):
+    """Are any of the laws after `nodes` no laws, and do any not sum to 1."""
+    place, mask = (rows + nodes)[:, None] * chunks + c[None, :], inside[:, None] & (c < chunks)[None, :]
+    total = tl.sum(tl.load(sums + place, mask=mask, other=0.0), 1)
+    broken = (tl.sum(tl.load(wrong + place, mask=mask, other=0), 1) > 0) | (total - total != 0.0)
+    broken = broken & inside
+    off = inside & (broken == 0) & (tl.abs(total - 1.0) > tolerance)
+    return tl.max(broken.to(tl.int32), 0), tl.max(off.to(tl.int32), 0)
+
+
+@triton.jit
+def _faults(
+    nodes, p, target_sums, target_wrong, draft_sums, draft_wrong, out, tolerance, K, L, N, P, chunks,
+    DP: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    b, d, c = tl.program_id(0).to(tl.int64), tl.arange(0, DP), tl.arange(0, CHUNKS)
+    none = tl.program_id(0) * 0
+    target_broken, target_off, draft_broken, draft_off, unsaid = none, none, none, none, none
+    for k in range(K):
+        node = tl.load(nodes + (b * K + k) * (L + 1) + d, mask=d <= L, other=0)
+        broken, off = _faults_of(node, d <= L, target_sums, target_wrong, tolerance, b * N, chunks, c)
+        target_broken, target_off = tl.maximum(target_broken, broken), tl.maximum(target_off, off)
+        if P > 0:
+            broken, off = _faults_of(node, d < L, draft_sums, draft_wrong, tolerance, b * P, chunks, c)
+            draft_broken, draft_off = tl.maximum(draft_broken, broken), tl.maximum(draft_off, off)
+            mass = tl.load(p + (b * K + k) * L + d, mask=d < L, other=1.0)
+            unsaid = tl.maximum(unsaid, tl.max((mass == 0.0).to(tl.int32), 0))
+    tl.store(out + b * 5, target_broken.to(tl.uint8))
+    tl.store(out + b * 5 + 1, target_off.to(tl.uint8))
+    tl.store(out + b * 5 + 2, draft_broken.to(tl.uint8))
+    tl.store(out + b * 5 + 3, draft_off.to(tl.uint8))
+    tl.store(out + b * 5 + 4, unsaid.to(tl.uint8))
+
+
+def faults(target: Tensor, draft: Tensor, nodes_BKD: Tensor, p_BKL: Tensor, tolerance: float) -> Tensor:
+    """`eval.rules.faults`."""
+    (B, K, D), V, found = nodes_BKD.shape, target.shape[2], []
+    chunks = triton.cdiv(V, BLOCK)
+    for laws in (target, draft):
+        rows = B * laws.shape[1]
+        sums, wrong = p_BKL.new_empty(rows, chunks), nodes_BKD.new_empty(rows, chunks, dtype=torch.int32)
+        if rows:
+            _health_of_chunk[(rows, chunks)](laws.contiguous(), sums, wrong, V, chunks, BLOCK, num_warps=8)
+        found += [sums, wrong]
+    out = torch.empty(B, 5, dtype=torch.uint8, device=target.device)
+    _faults[(B,)](
+        nodes_BKD, p_BKL, *found, out, tolerance, K, D - 1, target.shape[1], draft.shape[1], chunks,
+        triton.next_power_of_2(D), triton.next_power_of_2(chunks), num_warps=4,
+    )  # fmt: skip
+    return out.view(torch.bool)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from eval.drafting import EagleDrafting
-from models.sampling import draw, law
+from models.sampling import draw_rows, law
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,14 @@ def draw_paths(
     for d in range(L):
         if d:
             seen = own.repeat(1, 1, d)
-            states = drafter.step(
-                states.expand(B, K, -1), target.embed(tokens[..., d - 1]), drafting.cache, d - 1, seen
-            )
+            said = target.embed(tokens[..., d - 1])
+            states = drafter.step(states.expand(B, K, -1), said, drafting.cache, d - 1, seen)
         fused = states.is_cuda and drafting.kernels and drafting.cache.bucket
-        logits = drafter.fused_logits(states) if fused else drafter.logits(states)
-        if d:
-            first = alike.to(torch.uint8).argmax(2, keepdim=True)
-            logits = logits.gather(1, first.expand_as(logits))
-        now = law(logits, temperature, top_p=top_p)
+        now = law(drafter.fused_logits(states) if fused else drafter.logits(states), temperature, top_p=top_p)
         if laws_BMV.shape[1]:
             place = slice(1 + (d - 1) * K, 1 + d * K) if d else slice(1)
             laws_BMV[:, place].index_copy_(2, kept_ids, now.to(laws_BMV.dtype))
-        drawn = draw(now.double().expand(B, K, -1), uniforms_BKL[..., d])
-        tokens[..., d] = vocab.to_target(drawn)
+        first = alike.to(torch.uint8).argmax(2)
+        tokens[..., d] = vocab.to_target(draw_rows(now, first, uniforms_BKL[..., d]))
         alike = alike & (tokens[..., d].unsqueeze(2) == tokens[..., d].unsqueeze(1))
     return tokens

@@ -132,6 +132,10 @@ def verify(rule: Rule, drafts: Drafts, uniforms_B2: Tensor) -> tuple[Tensor, Ten
 
 def faults(drafts: Drafts) -> Tensor:
     """Which of FAULTS hold [B, 5] bool, found on the device; a decoder hands them to `refuse` when it next looks."""
+    if drafts.tokens.is_cuda:
+        from eval import kernels
+
+        return kernels.faults(drafts.target, drafts.draft, drafts.nodes, drafts.p, TOLERANCE)
     inner = drafts.nodes[..., :-1].flatten(1)
     found = []
     pairs = [(drafts.target, drafts.nodes.flatten(1)), (drafts.draft, inner)]

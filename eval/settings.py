@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from recipes.schema import DRAFTED
 
-LINES = ("chain", "lookup", "suffix")  # what they propose has no branches
+LINES = ("chain", "lookup", "suffix")  # what they propose has no branches, but for several sampled paths
 GATED = ("graft", "prune")  # drafting stops where the drafter is unsure
 PUBLISHED_GATES = (0.15, 0.14, 0.50)  # Graft's own, for Qwen3-8B
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eval.masses import left
 from eval.tree import DraftTree
-from models.sampling import draw
+from models.sampling import draw, draw_rows
 
 lossless = True
 
@@ -219,4 +219,4 @@ def settle(drafts: Drafts, stops: Stops, uniforms_B2: Tensor) -> tuple[Tensor, T
     law = stops.after(node)
     # where rounding chose an end that has no mass left to follow it, the target's own law is as near as any
     law = torch.where(law.sum(1, keepdim=True) > 0, law, drafts.target_row(node))
-    return path, depth, draw(law, following)
+    return path, depth, draw_rows(law.unsqueeze(1), torch.zeros_like(node).unsqueeze(1), following.unsqueeze(1))[:, 0]

@@ -225,6 +225,44 @@ def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return best, chosen, total
 
 
+@triton.jit
+def _sum_of_chunk(laws, sums, V, chunks, BLOCK: tl.constexpr):
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = chunk * BLOCK + tl.arange(0, BLOCK)
+    tl.store(
+        sums + row * chunks + chunk, tl.sum(tl.load(laws + row * V + at, mask=at < V, other=0.0).to(tl.float64), 0)
+    )
+
+
+@triton.jit
+def _draw_row(laws, rows, sums, uniforms, out, V, R, K, chunks, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
+    place, c, lane = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS), tl.arange(0, BLOCK)
+    row = place // K * R + tl.load(rows + place)
+    mass = tl.load(sums + row * chunks + c, mask=c < chunks, other=0.0)
+    point = tl.load(uniforms + place) * tl.sum(mass, 0)
+    last = tl.max(tl.where(mass > 0.0, c, 0), 0)
+    chunk = tl.minimum(tl.sum((tl.cumsum(mass, 0) <= point).to(tl.int32), 0), last)
+    before = tl.sum(tl.where(c < chunk, mass, 0.0), 0)
+    at = chunk * BLOCK + lane
+    law = tl.load(laws + row * V + at, mask=at < V, other=0.0).to(tl.float64)
+    last = tl.max(tl.where(law > 0.0, lane, 0), 0)
+    index = tl.minimum(tl.sum((before + tl.cumsum(law, 0) <= point).to(tl.int32), 0), last)
+    tl.store(out + place, (chunk * BLOCK + index).to(tl.int64))
+
+
+def draw_rows(laws_BRV: Tensor, rows_BK: Tensor, uniforms_BK: Tensor) -> Tensor:
+    """`models.sampling.draw_rows`."""
+    (B, R, V), K = laws_BRV.shape, rows_BK.shape[1]
+    block = 2048
+    chunks, laws, uniforms = triton.cdiv(V, block), laws_BRV.contiguous(), uniforms_BK.contiguous()
+    sums = torch.empty(B, R, chunks, dtype=torch.float64, device=laws.device)
+    out = torch.empty(B, K, dtype=torch.int64, device=laws.device)
+    _sum_of_chunk[(B * R, chunks)](laws, sums, V, chunks, block, num_warps=4)
+    wide = triton.next_power_of_2(chunks)
+    _draw_row[(B * K,)](laws, rows_BK.contiguous(), sums, uniforms, out, V, R, K, chunks, wide, block, num_warps=8)
+    return out
+
+
 def draw(logits: Tensor, uniforms: Tensor, temperature: float | Tensor) -> Tensor:
     """`models.sampling.draw` of the plain law at a temperature, or at one for each row, in fp32: [..., V] logits and
     float64 [...] -> int64 [...]."""

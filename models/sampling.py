@@ -67,3 +67,12 @@ def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform
 
         return fused_tokens.draw(logits.contiguous(), uniform, temperature)
     return draw(law(logits.double(), temperature, top_k, top_p), uniform)
+
+
+def draw_rows(laws_BRV: Tensor, rows_BK: Tensor, uniforms_BK: Tensor) -> Tensor:
+    """A token of each of the laws `rows`, by inverse CDF in float64 [B, K]."""
+    if laws_BRV.is_cuda:
+        from models import fused_tokens
+
+        return fused_tokens.draw_rows(laws_BRV, rows_BK, uniforms_BK)
+    return draw(laws_BRV.double().gather(1, rows_BK.unsqueeze(2).expand(-1, -1, laws_BRV.shape[2])), uniforms_BK)

@@ -32,7 +32,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.tracker": ("wandb", "none"),
     "decoder": ("", *DECODERS),
     "eval.verifier": ("auto", *VERIFIERS),
-    "verifier": ("", *VERIFIERS),
+    "verifier": ("", "auto", *VERIFIERS),
 }
 # sampling habits that depend on more than the next token's law, or change it along the path: refused by name
 NOT_LOSSLESS = ("penalty", "logit_bias", "min_p", "typical_p", "no_repeat", "beam", "bad_words", "guidance", "min_new")
