@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 from data_prep.run import Prepared, prepare
-from data_prep.run import main as check
+from data_prep.sources import check_sources
 from data_prep.supervision import supervised
 from data_prep.template import SENTINEL, Message, render, special_texts
 from models.source import load_tokenizer, resolve
@@ -150,7 +151,8 @@ def main(recipe: Recipe) -> None:
     if recipe.out and not recipe.out.endswith(".html"):
         raise UserError(f"out={recipe.out}: the inspector writes one HTML file. Name it so, e.g. out=rows.html")
     if recipe.dry_run:
-        check(recipe)
+        check_sources(recipe)
+        print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         return
     source = resolve(recipe.target)
     prepared = prepare(recipe, not_there, source)

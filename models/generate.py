@@ -10,6 +10,7 @@ from models.sampling import draw, law, uniforms
 from models.target import Target, padded
 
 BUCKET = 128  # attention reads slots up to a multiple of this
+PREFILL = 16384  # tokens, padding included
 
 
 class _Slots:
@@ -119,8 +120,7 @@ def generate(
         free = [row for row, owner in enumerate(state.owner) if owner is None]
         if waiting and (len(free) >= max(1, rows // 8) or len(free) == rows):
             while free and waiting:
-                width = max(1, 16384 // max(1, len(prompts[waiting[-1]])))  # tokens a prefill
-                batch = [waiting.pop() for _ in range(min(len(free), len(waiting), width))]
+                batch = _together(waiting, prompts, len(free))
                 into, free = free[: len(batch)], free[len(batch) :]
                 state.admit(into, batch, [prompts[i] for i in batch], [temperatures[i] for i in batch])
         else:
@@ -129,6 +129,22 @@ def generate(
         if progress is not None:
             progress(done, sum(map(len, outputs)))
     return outputs
+
+
+def _together(waiting: list[int], prompts: list[list[int]], most: int) -> list[int]:
+    """Prompts of one prefill, off the end of `waiting`, where the shortest are.
+
+    Padded they hold at most PREFILL tokens (or are one prompt). None is more than twice as long as the first, so that
+    less than half of the work is padding.
+    """
+    batch = [waiting.pop()]
+    shortest = len(prompts[batch[0]])
+    while waiting and len(batch) < most:
+        length = len(prompts[waiting[-1]])
+        if length > 2 * shortest or (len(batch) + 1) * length > PREFILL:
+            break
+        batch.append(waiting.pop())
+    return batch
 
 
 def _harvest(state: _Slots, outputs: list[list[int]], limits: list[int], stop_ids: frozenset[int]) -> int:

@@ -21,7 +21,7 @@ from data_prep.tally import Tally
 from models.source import load_tokenizer, resolve
 from recipes.schema import load
 
-TOKENS_A_WORD = 1.55  # about; the tokens that came out are printed
+TOKENS_A_WORD = 1.45  # about; the tokens that came out are printed
 
 
 def dialogues(rows: int, tokens: int, messages: int, seed: int = 0) -> list[Conversation]:

@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -156,9 +157,9 @@ def main(argv: list[str]) -> None:
     count, device = int(options["count"]), choose_device(options["device"])
     config = TargetConfig(options["target"]) if options["target"] else load([f"recipe={options['recipe']}"]).target
     target = load_target(config, device, choose_dtype("auto", device))
-    texts = [" ".join(p.turns) for p in load_prompts(options["prompts"])] if options["prompts"] else mixed(count)
-    encoded = [prompt_ids(target.tokenizer, [{"role": "user", "content": t}], {}) for t in texts]
-    prompts = [p for p in encoded if len(p) <= LONGEST_PROMPT][:count]
+    texts = [" ".join(p.turns) for p in load_prompts(options["prompts"])] if options["prompts"] else mixed(2 * count)
+    encoded = (prompt_ids(target.tokenizer, [{"role": "user", "content": t}], {}) for t in texts)
+    prompts = [*islice((p for p in encoded if len(p) <= LONGEST_PROMPT), count)]
     stop_ids = target.eos_ids | edges(target.tokenizer, "assistant", {}).end_ids
     lengths = sorted(map(len, prompts))
     name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"

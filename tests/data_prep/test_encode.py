@@ -22,7 +22,7 @@ from tests.data_prep.test_supervision import slow_supervised
 from tests.tiny import TEMPLATE, tiny_tokenizer
 
 STEPS = 7
-QUICK, FULL = 60, 1000  # dialogues of each style
+QUICK, FULL = 100, 1000  # dialogues of each style
 
 
 @pytest.fixture(scope="session")
@@ -252,9 +252,10 @@ def test_reasoning_that_the_template_leaves_out_is_refused(tokenizer: Any) -> No
 
 
 def test_a_template_without_an_end_marker_is_refused_at_once(tokenizer: Any) -> None:
-    tokenizer.chat_template = NO_END
-    with pytest.raises(UserError, match=r"(?s)ordinary text.*It renders:\n<s>user"):
-        encode(tokenizer, chat("a", "b"))
+    for template in (NO_END, TEMPLATE.replace("</s>", "<|im_end|>")):  # no marker; one that this tokenizer has not
+        tokenizer.chat_template = template
+        with pytest.raises(UserError, match=r"(?s)ordinary text.*It renders:\n<s>user"):
+            encode(tokenizer, chat("a", "b"))
 
 
 def test_template_arguments_of_a_row_are_laid_over_the_recipes(tokenizer: Any) -> None:

