@@ -1,6 +1,6 @@
 """What each acceptance rule keeps of a drafter: tau and tokens/s on real prompts, drafts greedy and sampled.
 
-    python scripts/bench_verifiers.py recipe=NAME drafter=DIR prompts=FILE.jsonl [temperatures=0.6,1.0] [lengths=4,8]
+    python scripts/bench_verifiers.py recipe=NAME drafter=DIR prompts=FILE.jsonl [temperatures=1.0,0.6] [lengths=4,8]
         [paths=4] [batch=120] [tokens=96] [seconds=200] [rules=block,traversal] [out=FILE.md]
 
 First turns only. Greedy drafts are a chain, and for K > 1 EAGLE's tree of K L nodes, L deep; sampled ones are K paths
@@ -35,7 +35,7 @@ from recipes.cli import entry
 from recipes.files import write_text
 from recipes.schema import Recipe
 
-OWN = {"temperatures": "0.6,1.0", "lengths": "4,8", "paths": "4", "batch": "120", "tokens": "96", "seconds": "200",
+OWN = {"temperatures": "1.0,0.6", "lengths": "4,8", "paths": "4", "batch": "120", "tokens": "96", "seconds": "200",
        "rules": "", "out": ""}  # fmt: skip
 FIRST_TOKENS = 24  # of an untimed first call, in which a GPU's steps are captured
 BASE = "token"
