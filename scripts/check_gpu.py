@@ -83,8 +83,8 @@ def rule_judges_alike(rule: Rule) -> bool:
     """Stops, the path and the token after it, on a CPU and by the kernels, on drafts whose paths part here and there.
     Multi-path verification ranks nearly equal ratios by fewer bits there."""
     held = []
-    for paths, length, vocab in ((1, 5, 3000), (4, 3, 5), (3, 4, 3), (2, 2, 9000), (1, 1, 4)):
-        for seed in range(4 if rule.several or paths == 1 else 0):
+    for paths, length, vocab in ((1, 5, 3000), (4, 3, 5), (2, 2, 9000)):
+        for seed in range(2 if rule.several or paths == 1 else 0):
             here, _ = random_drafts(seed, 3, paths, length, vocab, torch.device("cpu"))
             there = Drafts(*(x.cuda() for x in (here.tokens, here.draft, here.target, here.coins)))
             noise = torch.rand(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -123,8 +123,8 @@ def main() -> None:
         results |= {
             f"{rule.name}, {k} sampled paths": sampled_drafts_are_judged_the_same_when_captured(target, rule.name, k)
             for rule in TABLE
-            for k in (1, 3)
-            if (rule.several or k == 1) and not rule.text_alone
+            for k in (3 if rule.several else 1,)
+            if family == "llama" and not rule.text_alone
         }
         failed += sum(not held for held in results.values())
         for what, held in results.items():
