@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eval.kernels import FLOOR, TINY, _multiply, parts
+from eval.kernels import BLOCK, FLOOR, TINY, _multiply, parts
 
 
 @triton.jit
@@ -77,6 +77,26 @@ def select(target: Tensor, draft: Tensor, counts: Tensor, first: Tensor, steps: 
         if kind < 3:
             sums = parts(target, draft, mix, None)
     return 1 / mix[..., 3], factor
+
+
+@triton.jit
+def _meant_of_chunk(target, draft, odds, out, V, N, P, M, K, chunks, BLOCK: tl.constexpr):
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    b, node, at = row // M, row % M, chunk * BLOCK + tl.arange(0, BLOCK)
+    q = tl.load(target + (b * N + node) * V + at, mask=at < V, other=0.0).to(tl.float64)
+    p = tl.load(draft + (b * P + node) * V + at, mask=at < V, other=0.0).to(tl.float64) * tl.load(odds + row)
+    fails, never = 1 - tl.minimum(p, q) / tl.where(q > 0.0, q, 1.0), q * 0.0 + 1.0
+    for _ in range(K):
+        never *= fails
+    tl.store(out + row * chunks + chunk, tl.sum(q * (1 - never), 0))
+
+
+def meant_onward(target: Tensor, draft: Tensor, odds_BM: Tensor, paths: int) -> Tensor:
+    """`eval.rules_gbv.meant_onward`."""
+    (B, M), V, chunks = odds_BM.shape, target.shape[2], triton.cdiv(target.shape[2], BLOCK)
+    out, sizes = odds_BM.new_empty(B, M, chunks), (V, target.shape[1], draft.shape[1], M, paths, chunks)
+    _meant_of_chunk[(B * M, chunks)](target, draft, odds_BM.contiguous(), out, *sizes, BLOCK, num_warps=8)
+    return out.sum(2)
 
 
 @triton.jit

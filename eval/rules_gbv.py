@@ -25,13 +25,22 @@ def spectr_gbv(drafts: Drafts) -> Stops:
     meant = log_q.exp() * some(odds[..., 1:].clamp(max=1.0), K)
     chance = some(log_p.exp().clamp(max=1.0), K)
     odds_BM = on_nodes(drafts, odds[..., :-1])
-    M = odds_BM.shape[1]
-    q = drafts.target[:, :M].double()
-    share = (torch.minimum(q, drafts.draft[:, :M] * odds_BM.unsqueeze(2)) / q).nan_to_num(0.0)
-    onward = along(drafts, (q * some(share, K)).sum(2))[..., 1:] * log_q[..., :-1].exp()
+    onward = along(drafts, meant_onward(drafts, odds_BM))[..., 1:] * log_q[..., :-1].exp()
     inner = ((meant[..., :-1] - onward) / (chance[..., :-1] - onward)).nan_to_num(0.0).clamp(0.0, 1.0)
     passes = torch.cat([inner * drafts.own[..., :-1], (meant[..., -1:] / chance[..., -1:]).clamp(0.0, 1.0)], 2)
     return Stops(lottery(drafts, passes), lambda node_B: after(drafts, node_B, odds_BM))
+
+
+def meant_onward(drafts: Drafts, odds_BM: Tensor) -> Tensor:
+    """The sum of G over the continuations of each inner node by one token, as a share of its q [B, M]."""
+    if drafts.tokens.is_cuda:
+        from eval import kernels_tree
+
+        return kernels_tree.meant_onward(drafts.target, drafts.draft, odds_BM, drafts.paths)
+    M = odds_BM.shape[1]
+    q = drafts.target[:, :M].double()
+    share = (torch.minimum(q, drafts.draft[:, :M] * odds_BM.unsqueeze(2)) / q).nan_to_num(0.0)
+    return (q * some(share, drafts.paths)).sum(2)
 
 
 def some(u: Tensor, K: int) -> Tensor:

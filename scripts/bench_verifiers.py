@@ -1,6 +1,6 @@
 """What each acceptance rule keeps of a drafter: tau and tokens/s on real prompts, drafts greedy and sampled.
 
-    python scripts/bench_verifiers.py recipe=NAME drafter=DIR prompts=FILE.jsonl [temperatures=0.6,1.0] [lengths=4,8]
+    python scripts/bench_verifiers.py recipe=NAME drafter=DIR prompts=FILE.jsonl [temperatures=1.0,0.6] [lengths=4,8]
         [paths=4] [batch=120] [tokens=96] [seconds=200] [rules=block,traversal] [out=FILE.md]
 
 First turns only. Greedy drafts are a chain, and for K > 1 EAGLE's tree of K L nodes, L deep; sampled ones are K paths
@@ -33,9 +33,9 @@ from models.eagle3 import Eagle3
 from models.target import Target
 from recipes.cli import entry
 from recipes.files import write_text
-from recipes.schema import Recipe
+from recipes.schema import Recipe, UserError
 
-OWN = {"temperatures": "0.6,1.0", "lengths": "4,8", "paths": "4", "batch": "120", "tokens": "96", "seconds": "200",
+OWN = {"temperatures": "1.0,0.6", "lengths": "4,8", "paths": "4", "batch": "120", "tokens": "96", "seconds": "200",
        "rules": "", "out": ""}  # fmt: skip
 FIRST_TOKENS = 24  # of an untimed first call, in which a GPU's steps are captured
 BASE = "token"
@@ -196,10 +196,32 @@ def bench(recipe: Recipe, options: dict[str, str]) -> str:
     return text
 
 
+def checked(mine: dict[str, str]) -> dict[str, str]:
+    """This script's own words, refused by name where they are not the numbers or rules that they should be."""
+    rules = [*(rule.name for rule in TABLE), "match"]
+    for key, value in mine.items():
+        listed = key in ("temperatures", "lengths")
+        try:
+            found = (
+                [float(x) if key in ("temperatures", "seconds") else int(x) for x in value.split(",")]
+                if key not in ("rules", "out")
+                else [1]
+            )
+        except ValueError:
+            found = []
+        if not found or min(found) <= 0 or (len(found) > 1 and not listed):
+            kind = "numbers above 0, with commas between them" if listed else "one number above 0"
+            raise UserError(f"{key}={value}: must be {kind}")
+        unknown = [name for name in value.split(",") if key == "rules" and value and name not in rules]
+        if unknown:
+            raise UserError(f"rules={value}: {unknown[0]} is not one of {', '.join(rules)}")
+    return OWN | mine
+
+
 def main(argv: list[str]) -> None:
     mine = dict(word.split("=", 1) for word in argv if word.partition("=")[0] in OWN)
     rest = [word for word in argv if word.partition("=")[0] not in OWN]
-    entry(lambda recipe: print(bench(recipe, OWN | mine)), rest)
+    entry(lambda recipe: print(bench(recipe, checked(mine))), rest)
 
 
 if __name__ == "__main__":

@@ -80,19 +80,22 @@ def walks_are_alike() -> bool:
 
 
 def rule_judges_alike(rule: Rule) -> bool:
-    """Stops, the path and the token after it, on a CPU and by the kernels, on drafts whose paths part here and there.
-    Multi-path verification ranks nearly equal ratios by fewer bits there."""
-    held = []
-    for paths, length, vocab in ((1, 5, 3000), (4, 3, 5), (3, 4, 3), (2, 2, 9000), (1, 1, 4)):
-        for seed in range(4 if rule.several or paths == 1 else 0):
+    """Stops, the path and the token after it, on a CPU and by the kernels, on drafts whose paths part here and there;
+    says what differs. Multi-path verification ranks nearly equal ratios by fewer bits there."""
+    held, most = [], 1e-3 if rule.name == "multipath" else 1e-6
+    for paths, length, vocab in ((1, 5, 3000), (4, 3, 5), (3, 4, 3), (2, 2, 9000)):
+        for seed in range(2 if rule.several or paths == 1 else 0):
             here, _ = random_drafts(seed, 3, paths, length, vocab, torch.device("cpu"))
             there = Drafts(*(x.cuda() for x in (here.tokens, here.draft, here.target, here.coins)))
             noise = torch.rand(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
             laws = [rule.stops(drafts).law.cpu() for drafts in (here, there)]
-            held.append(torch.allclose(*laws, atol=1e-3 if rule.name == "multipath" else 1e-6))
+            apart = float((laws[0] - laws[1]).abs().max())
             pairs = zip(verify(rule, here, noise), verify(rule, there, noise.cuda()), strict=True)
-            held += [torch.equal(one, other.cpu()) for one, other in pairs]
-            held.append(not bool(faults(there).any()))
+            same = [apart <= most, *(torch.equal(one, other.cpu()) for one, other in pairs), not faults(there).any()]
+            held.append(all(same))
+            if not all(same):
+                what = f"stops {apart:.1e} apart; path, accepted, token equal and no fault: {same[1:]}"
+                print(f"  {rule.name}, K {paths}, L {length}, V {vocab}, seed {seed}: {what}", flush=True)
     return all(held)
 
 
@@ -123,8 +126,8 @@ def main() -> None:
         results |= {
             f"{rule.name}, {k} sampled paths": sampled_drafts_are_judged_the_same_when_captured(target, rule.name, k)
             for rule in TABLE
-            for k in (1, 3)
-            if (rule.several or k == 1) and not rule.text_alone
+            for k in (3 if rule.several else 1,)
+            if family == "llama" and not rule.text_alone
         }
         failed += sum(not held for held in results.values())
         for what, held in results.items():

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from eval.rules import TABLE, rule_of
+from recipes.schema import UserError
 from scripts import bench_rules, bench_verifiers
 from tests.tiny import tiny_drafter
 
@@ -52,3 +53,18 @@ def test_rules_are_compared_with_token_verification_on_the_same_prompts(tiny_tar
     assert sum("not lossless" in line for line in lines) == 1
     few, rest = bench_verifiers.compare(target, drafter, prompts, 1.0, options | {"seconds": "0"})
     assert len(few) + len(rest) == len(rows) and rest
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"paths": "1,4"}, "paths=1,4: must be one number above 0"),
+        ({"lengths": "4,x"}, "lengths=4,x: must be numbers"),
+        ({"batch": "0"}, "batch=0"),
+        ({"rules": "block,magic"}, "magic is not one of"),
+    ],
+)
+def test_words_that_are_no_numbers_or_rules_are_refused(words: dict[str, str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        bench_verifiers.checked(words)
+    assert bench_verifiers.checked({"lengths": "4,8", "rules": "block,match"})["paths"] == "4"
