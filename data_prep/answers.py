@@ -86,13 +86,15 @@ def _gather(dialogues: list[Dialogue], troubles: Mapping[str, int]) -> tuple[Row
     for dialogue in dialogues:
         if dialogue.why:
             where = f"{dialogue.source}, {dialogue.conversation.id}"
-            tally.refuse(Refused(dialogue.fate, dialogue.why), where)
+            reason = "a later turn without an answer" if dialogue.fate == "ended" else dialogue.fate
+            tally.refuse(Refused(reason, dialogue.why), where)
     report = {
         "prompts": len(dialogues),
         "rows": len(made),
         "answer_tokens": sum(len(marks) - list(marks).count(0) for (_, marks), _ in made),
         **{fate: fates[fate] for fate in FATES},
         "turns_left_out": sum(d.left_out for d in dialogues if d.rows()),
+        "unanswered": dict(tally.refused),
         "examples": told(tally),
         "troubles": dict(sorted(troubles.items())),
     }
@@ -102,9 +104,10 @@ def _gather(dialogues: list[Dialogue], troubles: Mapping[str, int]) -> tuple[Row
 def _report(folder: Path, manifest: Mapping[str, Any], numbers: range) -> dict[str, Any]:
     """The counts of all shards, added up."""
     parts = [shards.report_of(folder, n, manifest) for n in numbers]
-    names = ("prompts", "rows", "answer_tokens", *FATES, "turns_left_out", "kept_rows", "kept_refused")
+    names = ("prompts", "rows", "answer_tokens", *FATES, "turns_left_out", "kept_rows")
     report: dict[str, Any] = {name: sum(part.get(name, 0) for part in parts) for name in names}
-    report["troubles"] = dict(sum((Counter(part.get("troubles", {})) for part in parts), Counter[str]()))
+    for name in ("troubles", "unanswered", "kept_refused", "kept_mended"):  # reason -> count
+        report[name] = dict(sum((Counter(part.get(name, {})) for part in parts), Counter[str]()))
     examples: dict[str, list[str]] = {}
     for part in parts:
         for reason, texts in part["examples"].items():

@@ -51,9 +51,8 @@ def encode_kept(terms: Terms, part: Sequence[tuple[str, Record]]) -> tuple[Rows,
             )
     counts["kept_rows"] = len(rows)
     tokens = sum(sum(map(bool, marks)) for _, marks in rows)
-    refused = sum(tally.refused.values())
-    report = {"prompts": len(part), "rows": len(rows), "answer_tokens": tokens, **counts, "kept_refused": refused}
-    return make_rows(rows, meta), {**report, "examples": told(tally)}
+    report = {"prompts": len(part), "rows": len(rows), "answer_tokens": tokens, **counts, "examples": told(tally)}
+    return make_rows(rows, meta), {**report, "kept_refused": dict(tally.refused), "kept_mended": dict(tally.repaired)}
 
 
 def told(tally: Tally) -> dict[str, list[str]]:

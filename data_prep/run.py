@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from data_prep import contamination, shards
 from data_prep.answers import Work, answer
+from data_prep.conditions import conditions, one_sided
 from data_prep.dialogue import FATES, Terms
 from data_prep.intake import collect, read_source
 from data_prep.local import Loader, Local
@@ -36,7 +37,7 @@ from recipes.cli import entry
 from recipes.files import cache_dir, make_folder, read_json, sha256_json, whole_folder, write_json
 from recipes.schema import DataConfig, Recipe, SourceConfig, UserError
 
-FORMAT = 2  # of the folders; raise it when their content changes for the same recipe
+FORMAT = 3  # of the folders; raise it when their content changes for the same recipe
 
 
 @dataclass(frozen=True)
@@ -196,11 +197,12 @@ def _answers(recipe: Recipe, lazy: Lazy, root: Path, pairs: list[tuple[str, Reco
     report = answer(folder, work, lazy.writer, lazy.terms, data, seed, wanted)
     fates = ", ".join(f"{report[k]} {k}" for k in FATES[1:] if report[k] or k in ("truncated", "cut"))
     print(f"data: {report['rows']} answered rows, {report['answer_tokens']} tokens ({fates})", flush=True)
+    counts = {**report["kept_refused"], **report["kept_mended"], **report["unanswered"]}
     for reason, texts in report["examples"].items():
-        print(f"data: {reason}: {'; '.join(texts)}", flush=True)
+        print(f"data: {counts[reason]} x {reason}: {'; '.join(texts)}", flush=True)
     if report["troubles"]:
-        counts = ", ".join(f"{count} x {kind}" for kind, count in report["troubles"].items())
-        print(f"data: troubles with the server: {counts}", flush=True)
+        troubles = ", ".join(f"{count} x {kind}" for kind, count in report["troubles"].items())
+        print(f"data: troubles with the server: {troubles}", flush=True)
     return folder
 
 
@@ -225,6 +227,7 @@ def _rows(
         "hash": key,
         "target": {"fingerprint": lazy.source.fingerprint, "template": lazy.source.template_hash},
         "template_args": recipe.target.template_args,
+        "conditions": conditions(_records(pairs, train), recipe.target.template_args),
         "answers": {**_report(answered), "loops": sum(m["loop"] for m in rows.meta), "loops_dropped": data.drop_loops},
         "train": _describe(train),
         "validation": _describe(validation),
@@ -239,6 +242,7 @@ def _rows(
     low = low_coverage(report["vocabulary"]["coverage"], "training")
     low += low_coverage(report["vocabulary"]["coverage_validation"], "validation")
     report["warnings"] = [*(f"{w}. Raise eagle.draft_vocab" for w in low), *report["answers"]["warnings"]]
+    report["warnings"] += one_sided(lazy.tokenizer.chat_template, report["conditions"])
     with whole_folder(folder) as aside:
         write_rows(train, aside / "train")
         write_rows(validation, aside / "validation")
@@ -267,9 +271,13 @@ def _check_apart(recipe: Recipe, lazy: Lazy, pairs: list[tuple[str, Record]], pr
 
 def _asked(pairs: list[tuple[str, Record]], rows: Rows) -> list[dict[str, Any]]:
     """What the rows ask, each prompt once: those that can be put to a decoder."""
+    return [to_record(p.conversation()) for p in to_prompts(_records(pairs, rows), Tally())]
+
+
+def _records(pairs: list[tuple[str, Record]], rows: Rows) -> list[Record]:
+    """The records that the rows came of, each once."""
     named = {(name, r.id): r for name, r in pairs}
-    records = [named[key] for key in dict.fromkeys((m["source"], m["id"]) for m in rows.meta)]
-    return [to_record(p.conversation()) for p in to_prompts(records, Tally())]
+    return [named[key] for key in dict.fromkeys((m["source"], m["id"]) for m in rows.meta)]
 
 
 def _refuse_unsupervised(

@@ -181,6 +181,7 @@ class Recipe:
     prompts: str = ""  # instead of eval.prompts
     out: str = ""
     rows: int = 3
+    unroll: bool = False  # of `data_prep.inspect`: show what every unroll step predicts
 
 
 def known_keys(cls: type = Recipe, prefix: str = "") -> list[str]:

@@ -1,10 +1,11 @@
 """Useful tokens a second of our generator against transformers' `model.generate`, one model, the same prompts, sampled.
 
     python scripts/bench_generate.py [recipe=smollm2 | target=FOLDER] [prompts=FILE.jsonl] [count=4096] [new=512]
-        [slots=2048] [batches=256,512,1024,2048] [sample=1024] [temperature=1.0] [device=auto] [runs=2]
+        [slots=2048] [batches=512,1024,1536] [groups=3] [temperature=1.0] [device=auto]
 
-`generate` gets its prompts sorted by length, so that it pads little; each batch size of `batches` runs `sample` prompts
-of all lengths (or one batch, if that is more), and the best one runs all. Useful tokens are those up to the end token.
+Ours answers all prompts, prefill included. `generate` takes far longer, so it gets a part: the prompts are sorted by
+length and cut into batches, which spares it most padding; each batch size runs the batch in the middle, the best size
+then `groups` batches evenly spaced over the lengths (0 = all of them). Useful tokens are those up to the end token.
 Beside it stands our share of the byte floor: weights once a step, and keys and values of every token that a new one
 looks at, over this device's measured copy bandwidth. Without `prompts`, short questions and long texts are made up.
 """
@@ -73,75 +74,85 @@ def floor_bytes(target: Target, prompts: list[list[int]], outputs: list[list[int
     return steps * weights + seen * token
 
 
-def by_transformers(
-    target: Target, prompts: list[list[int]], batch: int, new: int, heat: float, stops: list[int]
-) -> int:
-    """Useful tokens of all prompts, in batches taken in order of length."""
-    useful, ordered = 0, sorted(prompts, key=len)
-    for start in range(0, len(ordered), batch):
-        part = ordered[start : start + batch]
-        width = max(map(len, part))
-        ids = torch.tensor([[stops[0]] * (width - len(p)) + p for p in part], device=target.device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in part], device=target.device)
-        sampling = {"do_sample": True, "temperature": heat, "top_k": 0, "top_p": 1.0} if heat else {"do_sample": False}
-        out = target.model.generate(
-            ids, attention_mask=mask, max_new_tokens=new, eos_token_id=stops, pad_token_id=stops[0], **sampling
-        )[:, width:]
-        ended = torch.isin(out, torch.tensor(stops, device=out.device))
-        first = torch.where(ended.any(1), ended.int().argmax(1) + 1, out.shape[1])
-        useful += int(first.sum())
-    return useful
+def batches_of(prompts: list[list[int]], size: int, groups: int) -> list[list[list[int]]]:
+    """`groups` batches, evenly spaced over the lengths; all of them when there are no more, or at 0."""
+    ordered = sorted(prompts, key=len)
+    batches = [ordered[i : i + size] for i in range(0, len(ordered), size)]
+    if not groups or groups >= len(batches):
+        return batches
+    return [batches[(2 * g + 1) * len(batches) // (2 * groups)] for g in range(groups)]
+
+
+def by_transformers(target: Target, batch: list[list[int]], new: int, heat: float, stops: list[int]) -> int:
+    """Useful tokens of one batch."""
+    width = max(map(len, batch))
+    ids = torch.tensor([[stops[0]] * (width - len(p)) + p for p in batch], device=target.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch], device=target.device)
+    sampling = {"do_sample": True, "temperature": heat, "top_k": 0, "top_p": 1.0} if heat else {"do_sample": False}
+    out = target.model.generate(
+        ids, attention_mask=mask, max_new_tokens=new, eos_token_id=stops, pad_token_id=stops[0], **sampling
+    )[:, width:]
+    ended = torch.isin(out, torch.tensor(stops, device=out.device))
+    first = torch.where(ended.any(1), ended.int().argmax(1) + 1, out.shape[1])
+    return int(first.sum())
+
+
+def line(who: str, prompts: int, useful: int, seconds: float, more: str = "") -> float:
+    """A line of the table; tokens a second."""
+    speed = useful / seconds
+    print(f"{who:<22} {prompts:>8,} {useful:>14,} {seconds:>9.1f} {speed:>10,.0f} {more}".rstrip(), flush=True)
+    return speed
 
 
 def ours(target: Target, prompts: list[list[int]], options: dict[str, str], stop_ids: frozenset[int]) -> float:
-    """Useful tokens a second of the last run."""
-    slots, bandwidth, speed = int(options["slots"]), copy_bandwidth(target.device), 0.0
-    print(f"copy bandwidth {bandwidth / 1e12:.3f} TB/s")
+    """Useful tokens a second."""
+    slots, new, heat = int(options["slots"]), int(options["new"]), float(options["temperature"])
 
-    def work() -> list[list[int]]:
-        heat = [float(options["temperature"])] * len(prompts)
-        settings = {"max_new_tokens": int(options["new"]), "temperatures": heat, "stop_ids": stop_ids}
-        return generate(target, prompts, slots=slots, seed=0, **settings)
+    def work(part: list[list[int]], limit: int) -> list[list[int]]:
+        heats = [heat] * len(part)
+        return generate(target, part, max_new_tokens=limit, temperatures=heats, slots=slots, seed=0, stop_ids=stop_ids)
 
-    for run in range(int(options["runs"])):
-        outputs, seconds = timed(work, target.device)
-        useful, ended = sum(map(len, outputs)), sum(o[-1] in stop_ids for o in outputs)
-        speed, floor = useful / seconds, floor_bytes(target, prompts, outputs, slots) / bandwidth
-        print(f"ours, {slots} slots, run {run + 1}: {useful:,} useful tokens in {seconds:.1f} s: {speed:,.0f}/s")
-        print(f"  mean answer {useful / len(outputs):.0f} tokens, {ended / len(outputs):.0%} ended by themselves")
-        print(f"  byte floor {floor:.2f} s, {floor / seconds:.0%} of it reached", flush=True)
+    work(prompts[:slots], 4)  # compiles the kernels and sets the libraries up
+    outputs, seconds = timed(lambda: work(prompts, new), target.device)
+    bandwidth = copy_bandwidth(target.device)
+    floor = floor_bytes(target, prompts, outputs, slots) / bandwidth
+    useful, ended = sum(map(len, outputs)), sum(o[-1] in stop_ids for o in outputs)
+    speed = line(f"ours, {slots} slots", len(prompts), useful, seconds, f"{floor / seconds:>10.0%}")
+    print(f"  mean answer {useful / len(outputs):.0f} tokens, {ended / len(outputs):.0%} ended by themselves")
+    print(f"  byte floor {floor:.2f} s at a copy bandwidth of {bandwidth / 1e12:.3f} TB/s", flush=True)
     return speed
 
 
 def theirs(target: Target, prompts: list[list[int]], options: dict[str, str], stop_ids: frozenset[int]) -> float:
-    """Useful tokens a second of `generate` at the best of the batch sizes, on all prompts."""
+    """Useful tokens a second of `generate` at the best of the batch sizes."""
+    new, heat, groups = int(options["new"]), float(options["temperature"]), int(options["groups"])
 
-    def run(batch: int, part: list[list[int]]) -> float:
-        new, heat = int(options["new"]), float(options["temperature"])
+    def run(size: int, parts: list[list[list[int]]], who: str) -> float:
+        stops = sorted(stop_ids)
         useful, seconds = timed(
-            lambda: by_transformers(target, part, batch, new, heat, sorted(stop_ids)), target.device
+            lambda: sum(by_transformers(target, part, new, heat, stops) for part in parts), target.device
         )
-        speed: float = useful / seconds
-        print(
-            f"generate, batch {batch}, {len(part)} prompts: {useful:,} useful tokens in {seconds:.1f} s: {speed:,.0f}/s"
-        )
-        return speed
+        return line(f"{who}, batch {size}", sum(map(len, parts)), useful, seconds)
 
+    by_transformers(target, prompts[:2], 2, heat, sorted(stop_ids))
     rates: dict[int, float] = {}
-    for batch in map(int, options["batches"].split(",")):
-        size = min(len(prompts), max(batch, int(options["sample"])))
+    for size in sorted({min(int(b), len(prompts)) for b in options["batches"].split(",")}):
         try:
-            rates[batch] = run(batch, sorted(prompts, key=len)[:: len(prompts) // size][:size])
+            rates[size] = run(size, batches_of(prompts, size, 1), "generate")
         except torch.cuda.OutOfMemoryError:
-            print(f"generate, batch {batch}: out of memory")
+            print(f"generate, batch {size}: out of memory")
             torch.cuda.empty_cache()
-    return run(max(rates, key=lambda b: rates[b]), prompts)
+    best = max(rates, key=lambda b: rates[b])
+    return run(best, batches_of(prompts, best, groups), "generate, best")
 
 
 def main(argv: list[str]) -> None:
     options = {"recipe": "smollm2", "target": "", "prompts": "", "count": "4096", "new": "512", "slots": "2048"}
-    options |= {"batches": "256,512,1024,2048", "sample": "1024", "temperature": "1.0", "device": "auto", "runs": "2"}
-    options |= dict(a.split("=", 1) for a in argv)
+    options |= {"batches": "512,1024,1536", "groups": "3", "temperature": "1.0", "device": "auto"}
+    given = dict(a.split("=", 1) for a in argv)
+    if set(given) - set(options):
+        sys.exit(f"unknown: {', '.join(set(given) - set(options))}. Known: {', '.join(options)}")
+    options |= given
     count, device = int(options["count"]), choose_device(options["device"])
     config = TargetConfig(options["target"]) if options["target"] else load([f"recipe={options['recipe']}"]).target
     target = load_target(config, device, choose_dtype("auto", device))
@@ -154,6 +165,7 @@ def main(argv: list[str]) -> None:
     quarters = ", ".join(str(lengths[min(len(lengths) - 1, len(lengths) * k // 4)]) for k in range(5))
     print(f"{target.name} on {name}, {target.dtype}, temperature {options['temperature']}")
     print(f"{len(prompts)} prompts of {quarters} tokens (quarters), at most {options['new']} new ones")
+    print(f"{'':<22} {'prompts':>8} {'useful tokens':>14} {'seconds':>9} {'tokens/s':>10} {'of the floor':>10}")
     speed = ours(target, prompts, options, stop_ids)
     print(f"ours is {speed / theirs(target, prompts, options, stop_ids):.2f} times as fast as the best of generate")
 

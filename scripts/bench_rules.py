@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from eval.rules import TABLE, faults, verify
+from eval.rules import TABLE, Rule, faults, verify
 from eval.tree import merged
 from eval.verify import Drafts, follow
 from models.capture import Steps
@@ -108,6 +109,10 @@ def milliseconds(step: Callable[[int], Any], rounds: int, device: torch.device) 
     return statistics.median(times)
 
 
+def _by_rule(rule: Rule, coins: Tensor, drafts: Drafts, logits: Tensor) -> Any:
+    return verify(rule, drafts, coins)
+
+
 def main(argv: list[str]) -> None:
     options = {
         "vocab": "151936",
@@ -130,9 +135,7 @@ def main(argv: list[str]) -> None:
     work: list[tuple[str, int, Callable[[Drafts, Tensor], Any]]] = []
     for rule in TABLE:
         if rule.name in chosen:
-            work.append(
-                (rule.name, paths if rule.several else 1, lambda d, _, rule=rule: verify(rule, d, uniforms[:, :2]))
-            )
+            work.append((rule.name, paths if rule.several else 1, partial(_by_rule, rule, uniforms[:, :2])))
     if "match" in chosen:
         work.append(("match", paths, lambda d, logits: match(d, logits, uniforms)))
     work.append(("(faults)", paths, lambda d, _: faults(d)))

@@ -149,6 +149,7 @@ def provenance(recipe: Recipe, source: Source, prepared: Prepared) -> dict[str, 
     return {
         "target": {"path": recipe.target.path, "fingerprint": source.fingerprint, "template": source.template_hash},
         "template_args": recipe.target.template_args,
+        "conditions": prepared.report["conditions"],
         "data": {"hash": prepared.report["hash"], "folder": str(prepared.folder.resolve())},
         "vocabulary": prepared.report["vocabulary"],
         "seed": recipe.seed,

@@ -14,11 +14,12 @@ from data_prep.dialogue import Terms
 from data_prep.kept import encode_kept, unlikely
 from data_prep.local import Local
 from data_prep.rows import make_rows
+from data_prep.run import prepare
 from data_prep.schemas import Conversation, Record, Tokenised
 from data_prep.server import Server
 from data_prep.writer import Request
 from models.target import Target
-from recipes.schema import DataConfig, ServerConfig, SourceConfig
+from recipes.schema import DataConfig, Recipe, ServerConfig, SourceConfig
 from tests.data_prep.fake_server import serving
 
 
@@ -62,8 +63,9 @@ def test_kept_answers_become_rows_as_they_are(terms: Terms) -> None:
     assert terms.tokenizer.decode(ids[marks == 1].tolist()) == "fox</s>"
     assert terms.tokenizer.decode(ids[marks == 2].tolist()) == "dog</s>"
     assert int(rows.lengths.max()) == 96 and rows.meta[0]["temperature"] is None
-    counts = {k: report[k] for k in ("prompts", "rows", "kept_rows", "kept_refused", "cut", "no_room")}
-    assert counts == {"prompts": 6, "rows": 4, "kept_rows": 4, "kept_refused": 1, "cut": 1, "no_room": 1}
+    counts = {k: report[k] for k in ("prompts", "rows", "kept_rows", "cut", "no_room")}
+    assert counts == {"prompts": 6, "rows": 4, "kept_rows": 4, "cut": 1, "no_room": 1}
+    assert report["kept_refused"] == {"no answer to keep": 1} and report["kept_mended"] == {}
 
 
 def test_each_source_says_whether_its_answers_are_kept(tmp_path: Path, terms: Terms, local: Local) -> None:
@@ -119,3 +121,28 @@ def test_a_server_that_scores_prompts_is_asked_to(terms: Terms) -> None:
         assert server.logprobs([([5, 10, 20, 30], 2), ([1, 2], 1)]) == pytest.approx([-2.5, -0.2])
         fake.faults = lambda n, body: None
         assert server.logprobs([([5, 10, 20, 30], 2)]) is None
+
+
+def test_the_summary_counts_what_was_refused_and_mended(
+    make_recipe: Callable[..., Recipe], target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a file with every kind of row to the printed summary: nothing goes without a word."""
+    path = tmp_path / "talks.jsonl"
+    rows: list[dict[str, Any]] = [{"prompt": f"say {i}", "response": f"well {i}"} for i in range(6)]
+    rows += [{"turns": ["never answered"]}, {"prompt": "q", "response": "a</s>b"}, {"foo": 1}]
+    rows += [{"messages": [{"role": role, "content": role} for role in ("user", "user", "assistant", "user")]}]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    source = SourceConfig(path=str(path), answers="keep")
+    made = prepare(make_recipe(sources={"mine": source}, validation_rows=1), lambda dtype: target)
+    out = capsys.readouterr().out
+    for line in (
+        "10 rows read (7 prompt/response, 1 turns, 1 messages)",
+        "mended 1: user turns in a row: joined by a blank line (line 10)",
+        "refused 1: unknown schema (line 9: ",
+        "data: 1 x no answer to keep: talks-7",
+        "data: 1 x an end marker inside an answer: talks-8",
+        "data: 1 x a last question without an answer: left out: talks-10",
+    ):
+        assert line in out, line
+    assert len(made.train) + len(made.validation) == 7
+    assert sum(made.report["answers"]["kept_refused"].values()) == 2

@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from data_prep import local, run
-from data_prep.inspect import coloured, roles
-from data_prep.inspect import main as inspect_main
 from data_prep.loops import is_loop
 from data_prep.prompts import Prompt
 from data_prep.run import Prepared, load_prepared, prepare
@@ -247,22 +245,6 @@ def test_cost_of_a_dry_run(make_recipe: Maker) -> None:
     assert costs[1] == SourceCost("own", "self", 10, 13 * 50, 10 * 50, 240, 0, 10 * 96 * 5)
     table = SourceCost.table(costs)
     assert "total: 22 prompts, at most 1,178 generated tokens" in table and "hub (hub): as many prompts" in table
-
-
-def test_inspect_colours_what_is_predicted(
-    make_recipe: Maker, target: Target, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = replace(make_recipe(), rows=2)
-    with pytest.raises(UserError, match=r"Run: python -m data_prep.run recipe=tiny"):
-        inspect_main(recipe)
-    assert roles(torch.tensor([0, 0, 1, 1, 1, 0, 2])).tolist() == [0, 0, 1, 2, 2, 0, 1]
-    ids = torch.tensor([0, *target.tokenizer("ab")["input_ids"], 1])
-    text = coloured(target.tokenizer, ids, torch.tensor([0, *[1] * (len(ids) - 1)]))
-    assert text.plain == "<s>ab</s>"
-    prepare(recipe, lambda dtype: target)
-    inspect_main(recipe)
-    out = capsys.readouterr().out
-    assert "row 1: asked / p" in out and "row 2" not in out and "count to" in out
 
 
 def test_commands(tmp_path: Path, target_folder: Path, prompt_file: Path) -> None:

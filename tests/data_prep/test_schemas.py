@@ -50,8 +50,8 @@ def talk(*messages: dict[str, Any], **more: Any) -> Conversation:
             talk({"role": "user", "content": "q\n\nx"}, A),
         ),
         ({"text": "<s>user\nq</s>"}, "text", Rendered("id-1", "<s>user\nq</s>", "talk")),
-        ({"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, "input_ids", Tokenised("id-1", [5, 6, 7], [0, 1, 1], "talk")),
-        ({"input_ids": [5, 6, 7], "loss_mask": [1, 0, 1]}, "input_ids", Tokenised("id-1", [5, 6, 7], [1, 0, 2], "talk")),
+        ({"input_ids": [5, 6], "labels": [-100, 6]}, "input_ids", Tokenised("id-1", [5, 6], [0, 1], "talk")),
+        ({"input_ids": [5, 6, 7], "mask": [1, 0, 1]}, "input_ids", Tokenised("id-1", [5, 6, 7], [1, 0, 2], "talk")),
         ({"input_ids": [5, 6], "marks": [3, 2]}, "input_ids", Tokenised("id-1", [5, 6], [3, 2], "talk")),
         (
             {"messages": [Q, A], "chat_template_kwargs": {"enable_thinking": False}},
@@ -168,7 +168,9 @@ def records(draw: st.DrawFn) -> Record:
         messages.append({"role": "user", "content": draw(text)})
         if kind == "answered":
             messages.append({"role": "assistant", "content": draw(text)})
-    more = draw(st.sampled_from([{}, {"tools": [CALL]}, {"template_args": {"x": 1}}, {"reference": ["r"]}]))
+    more: dict[str, Any] = draw(
+        st.sampled_from([{}, {"tools": [CALL]}, {"template_args": {"x": 1}}, {"reference": ["r"]}])
+    )
     return Conversation(name, messages, category, **more)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -17,10 +17,11 @@ from recipes.schema import EvalConfig, Recipe
 class Letters:
     """A tokenizer whose tokens are characters."""
 
-    chat_template = "letters"
+    chat_template = "{% for m in messages %}{{ m.role[0] + ':' + m.content + '\n' }}{% endfor %}"
+    special_tokens_map: ClassVar[dict[str, str]] = {}
 
-    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
-        return "".join(f"{m['role'][0]}:{m['content']}\n" for m in messages)
+    def get_chat_template(self, **_: Any) -> str:
+        return self.chat_template
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [ord(letter) % 128 for letter in text]}

@@ -42,7 +42,7 @@ def refused(world: World, capsys: pytest.CaptureFixture[str], *extra: str) -> st
         ("eval.matrix=warm", "cold, carried or warm-N"),
         ("eval.matrix=warm-99", "Use warm-18 or carried"),
         ("eval.matrix=nowhere.safetensors", "eval.matrix=nowhere.safetensors: no such file"),
-        ("prompts=nowhere.jsonl", "nowhere.jsonl does not exist"),
+        ("prompts=nowhere.jsonl", "'nowhere.jsonl': there is no such file"),
         ("drafter=nowhere", "drafter=nowhere: no such folder"),
         ("eval.repetition_penalty=1.1", "'eval.repetition_penalty' is refused"),
         ("eval.dtype=int8", "eval.dtype='int8'"),
