@@ -16,10 +16,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from eval.decode import decode
 from eval.engine import Engines
-from eval.rules import TABLE, Rule, faults, verify
+from eval.rules import RULES, TABLE, Rule, faults, verify
+from eval.rules_traversal import by_kernels
 from eval.settings import Settings
 from eval.tree import FIELDS, DraftTree
-from eval.verify import Drafts, follow
+from eval.verify import Drafts, Stops, follow
 from models.sampling import draw, law, sample
 from models.target import Target, load_target
 from recipes.schema import DECODERS, TargetConfig
@@ -99,6 +100,10 @@ def rule_judges_alike(rule: Rule) -> bool:
     return all(held)
 
 
+def promoted_by_kernels(drafts: Drafts) -> Stops:
+    return by_kernels(drafts, promote=True) if drafts.tokens.is_cuda else RULES["promoted"].stops(drafts)
+
+
 def sampled_drafts_are_judged_the_same_when_captured(target: Target, verifier: str, paths: int) -> bool:
     """As it stands, recorded, replayed, and replayed."""
     drafter = tiny_drafter(target, [i for i in range(320) if i % 5], noise=0.0).cuda()
@@ -113,6 +118,7 @@ def main() -> None:
         sys.exit("no GPU here")
     alone = {"draws": draws_are_the_laws(), "walks": walks_are_alike()}
     alone |= {f"rule {rule.name}": rule_judges_alike(rule) for rule in TABLE}
+    alone["promoted by kernels (not in use)"] = rule_judges_alike(replace(RULES["promoted"], stops=promoted_by_kernels))
     failed = sum(not held for held in alone.values())
     print(", ".join(f"{what}: {'equal' if held else 'DIFFERENT'}" for what, held in alone.items()))
     for family in ("llama", "qwen3", "mistral", "gemma3_text"):
