@@ -47,11 +47,11 @@ from recipes.schema import Recipe, UserError
 
 WARM_PROMPTS = 3
 # (batches of prompts, tokens each, batches even when the budget is spent): everybody, the best few, the run-off
-ROUNDS = ((3, 16, 2), (4, 32, 0), (6, 40, 3))
-FEW, FINALISTS = 6, 3
+ROUNDS = ((3, 16, 2), (4, 32, 2), (8, 40, 5))
+FEW, FINALISTS = 8, 4
 GRID_BATCHES = 8  # of prompts, on which all candidates are measured when the choice is judged
-BUDGET_SECONDS = 60.0
-SCREENING = 0.6  # share of the budget for the first round
+BUDGET_SECONDS = 90.0
+SCREENING = 0.5  # share of the budget for the first round
 HOPELESS = (0.6, 0.75)  # share of the best speed below which a setting drops out after one prompt, and after more
 CHAINS_CPU, CHAINS_GPU = (1, 2, 3, 5), (1, 2, 3, 4, 5, 7)
 TREES_CPU = ((2, 1), (3, 1), (3, 2), (4, 2), (7, 3), (9, 4))  # (nodes, depth)
