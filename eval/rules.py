@@ -46,7 +46,7 @@ TABLE = (
     Rule("spectr_gbv", spectr_gbv, lossless=False),
 )
 RULES = {rule.name: rule for rule in TABLE}
-BEST_OF_ONE, BEST_OF_SEVERAL = "block", "promoted"  # lossless, and measured to be the fastest (docs/verification.md)
+BEST_OF_ONE, BEST_OF_SEVERAL = "block", "traversal"  # lossless, and measured to be the fastest (docs/verification.md)
 
 FAULTS = (
     "a law of the target holds NaN, a negative number or infinity",
