@@ -23,7 +23,7 @@ from data_prep.template import SENTINEL, Message, render, special_texts
 from models.source import load_tokenizer, resolve
 from models.target import Target
 from recipes.cli import entry
-from recipes.files import write_text
+from recipes.files import make_folder, write_text
 from recipes.schema import Recipe, UserError
 
 STYLES = {0: "dim", 1: "yellow", 2: "bold green"}
@@ -76,7 +76,8 @@ def headers(tokenizer: Any, args: Mapping[str, Any]) -> dict[str, str]:
         except UserError:
             continue
         if role == "system":
-            header = before.removeprefix(tokenizer.bos_token or "").strip()
+            start = tokenizer.bos_token or ""  # unless it is what opens every turn
+            header = before.strip() if found.get("user", "").startswith(start) else before.removeprefix(start).strip()
         else:  # behind the marker that ends the answer
             between = before.rpartition(OTHER)[2]
             end = min(((between.find(m), -len(m)) for m in markers if m in between), default=(0, 0))
@@ -150,6 +151,8 @@ def main(recipe: Recipe) -> None:
 
     if recipe.out and not recipe.out.endswith(".html"):
         raise UserError(f"out={recipe.out}: the inspector writes one HTML file. Name it so, e.g. out=rows.html")
+    if recipe.out and not recipe.dry_run:
+        make_folder(Path(recipe.out).expanduser().parent)
     if recipe.dry_run:
         check_sources(recipe)
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))

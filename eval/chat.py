@@ -56,6 +56,8 @@ class Chat:
     def answer(self, question: str, show: Show) -> Decoded:
         """The target's answer, shown as it grows. Raises UserError for a question that it cannot take; what was said
         before stays."""
+        if not question.isprintable() and any("\ud800" <= c <= "\udfff" for c in question):
+            raise UserError("that line is not UTF-8. Send it in that encoding")
         messages = [*self.messages, {"role": "user", "content": question}]
         ids = prompt_ids(self.target.tokenizer, messages, self.recipe.target.template_args)
         if len(ids) > self.limit:

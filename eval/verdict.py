@@ -56,7 +56,15 @@ def verdict(tables: list[Table]) -> str:
     }[outcome(figures)]
     if flagged and outcome(winner["overall"]) != outcome(figures):
         text += f" With the looping prompts included it reads {times(winner['overall'])}."
-    return text + _chain_line(tables, winner)
+    return text + _cold_line(tables, winner) + _chain_line(tables, winner)
+
+
+def _cold_line(tables: list[Table], winner: Table) -> str:
+    """Graft from a cold matrix is a control, no setting of its own; where it reads otherwise, that is said."""
+    cold = named(tables, "graft-cold")
+    if winner["decoder"] != "graft" or cold is None or outcome(judged(cold)) == outcome(judged(winner)):
+        return ""
+    return f" The control, graft from a cold matrix for every prompt, reads {times(judged(cold))}."
 
 
 def _chain_line(tables: list[Table], winner: Table) -> str:

@@ -5,6 +5,7 @@ offsets and mask of the vocabulary only when it is reduced, layer ids only when 
 """
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,12 @@ def load_drafter(folder: Path, target: Target) -> Eagle3:
 
 
 def _read_config(raw: dict[str, Any], folder: Path, target: Target) -> Eagle3Config:
+    for name, kind in ((f.name, f.type) for f in fields(Eagle3Config)):
+        if kind in (int, "int") and not isinstance(raw.get(name, 0), int):
+            raise UserError(
+                f"drafter={folder}: config.json says {name}={raw[name]!r}, which must be a whole number. "
+                "Put it right, or export the drafter again"
+            )
     on = [flag for flag in OFF if raw.get(flag)]
     if on:
         raise UserError(f"drafter={folder}: {', '.join(on)} set, which this version cannot decode")
@@ -135,9 +142,9 @@ def _read_config(raw: dict[str, Any], folder: Path, target: Target) -> Eagle3Con
             f"drafter={folder}: {raw.get('num_hidden_layers')} layers; only one-layer drafters are portable"
         )
     taps = raw.get("eagle_aux_hidden_state_layer_ids")
-    fields = {name: raw[name] for name in Eagle3Config.__dataclass_fields__ if name in raw}
+    given = {name: raw[name] for name in Eagle3Config.__dataclass_fields__ if name in raw}
     try:
-        config = Eagle3Config(**fields, taps=check_taps(taps, target.n_layers), target_layers=target.n_layers)
+        config = Eagle3Config(**given, taps=check_taps(taps, target.n_layers), target_layers=target.n_layers)
     except TypeError as error:
         raise UserError(f"drafter={folder}/config.json is incomplete: {error}") from error
     if (config.hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):

@@ -24,8 +24,7 @@ export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 cd "$root"
 run_dir="${run_dir:-runs/quickstart}"
 echo "[quickstart] data, training, evaluation and report go to $run_dir; the same command resumes an interrupted run"
-accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-    train/eagle.py recipe=smollm2 run_dir="$run_dir" "$@"
+python train/eagle.py recipe=smollm2 run_dir="$run_dir" "$@"
 
 # The best checkpoint by measured acceptance is the one that was exported.
 best="$(cat "$run_dir/checkpoints/best" 2>/dev/null || true)"

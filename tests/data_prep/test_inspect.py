@@ -48,6 +48,14 @@ def test_who_speaks_is_told_from_the_template(tokenizer: Any, style: Style) -> N
     assert told <= {"system", "user", ""}
 
 
+def test_a_text_that_begins_as_every_turn_does_keeps_its_header(tokenizer: Any) -> None:
+    style = next(s for s in STYLES if s.name.lower().startswith("chatml"))
+    dressed = styled(tokenizer, style)
+    dressed.bos_token = headers(dressed, style.args)["user"].split("user")[0]
+    told = headers(dressed, style.args)
+    assert told["system"] == told["user"].replace("user", "system")
+
+
 def test_each_slot_shows_what_each_step_predicts(tokenizer: Any) -> None:
     answer = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0])
     ids = torch.arange(20, 31)

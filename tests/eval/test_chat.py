@@ -75,6 +75,12 @@ def test_a_question_too_long_is_refused_and_the_conversation_stays(talker: Chat)
     assert len(talker.messages) == 4
 
 
+def test_bytes_that_are_no_text_are_refused(talker: Chat) -> None:
+    with pytest.raises(UserError, match="UTF-8"):
+        said(talker, b"hi \xff there".decode("utf-8", "surrogateescape"))
+    assert not talker.messages
+
+
 def test_a_character_of_several_tokens_waits_for_the_last_one(target: Target) -> None:
     ids = target.tokenizer("héé", add_special_tokens=False)["input_ids"]
     assert len(ids) > 3

@@ -56,6 +56,17 @@ def test_ar_alone_is_no_gain() -> None:
     assert "no gain to report" in verdict(tables(price(), decoders=["ar"]))
 
 
+def test_a_control_that_reads_otherwise_than_the_verdict_is_told() -> None:
+    recipe = fake_recipe(max_new_tokens=30, decoders=["ar", "graft"])
+    found = harness.evaluate(recipe, cast(Target, FakeTarget()), fake_drafter(), fake_prompts(9), decode=FakeDecode())
+    for decoder, interval in (("graft", [0.96, 1.22]), ("graft-cold", [1.03, 1.23])):
+        table = next(t for t in found if t["decoder"] == decoder)
+        for figures in (table["overall"], table["overall"]["loops"]["without"]):
+            figures.update(speedup=1.1, speedup_ci95=interval)
+    assert verdict(found).startswith("Not shown to pay")
+    assert "graft from a cold matrix for every prompt, reads 1.10x [1.03, 1.23]" in verdict(found)
+
+
 def test_the_verdict_leaves_loops_out_and_says_so_when_they_would_turn_it() -> None:
     loops = 4
 

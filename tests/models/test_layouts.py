@@ -222,6 +222,11 @@ def test_a_config_that_is_no_mapping_is_refused(target: Target, folder: Path) ->
     refused(folder, target)
 
 
+def test_a_number_written_as_a_word_is_refused(target: Target, folder: Path) -> None:
+    edit_config(folder, num_attention_heads="nine")
+    refused(folder, target, "num_attention_heads='nine'", "whole number")
+
+
 def test_a_broken_provenance_is_refused(target: Target, folder: Path) -> None:
     (folder / "provenance.json").write_text("{")
     refused(folder, target)
