@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from models.attention import Documents, Heads, attend, causal_plus_diagonals, rotate
 from models.cache import KVCache
-from models.kernels import kernels
+from models.kernels import kernels, serve
 from models.linear import Linear, linear
 from models.target import Target
 from models.vocab import VocabMap
@@ -246,7 +246,7 @@ class Eagle3(nn.Module):
         """
         B, T, _ = state_BTH.shape
         fused = kernels(state_BTH.device, state_BTH.dtype, self.config.head_dim) if self._packed is not None else None
-        if fused and (cache.bucket or state_BTH.device.type == "cpu"):
+        if fused and serve(cache, T):
             return self._fused_step(fused, state_BTH, embed_BTH, cache, depth, ancestors_BTU)
         if ancestors_BTU is None:
             ancestors_BTU = torch.ones(T, T, dtype=torch.bool, device=state_BTH.device).tril().expand(B, T, T)

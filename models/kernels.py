@@ -4,7 +4,10 @@ from types import ModuleType
 
 import torch
 
+from models.cache import KVCache
+
 HEAD_SIZES = (16, 32, 64, 128, 256)
+FEW_TOKENS = 64  # a row: up to here those of a CPU are for
 
 
 def kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> ModuleType | None:
@@ -20,3 +23,8 @@ def kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> ModuleTy
 
         return host if host.library() is not None else None
     return None
+
+
+def serve(cache: KVCache, tokens: int) -> bool:
+    """Whether they are for a step of so many tokens a row: on a GPU for steps of fixed shape, on a CPU for few."""
+    return bool(cache.bucket) or (cache.lengths.device.type == "cpu" and tokens <= FEW_TOKENS)

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from models.attention import Documents, Heads, attend, attend_documents, rotate
 from models.cache import KVCache
-from models.kernels import kernels
+from models.kernels import kernels, serve
 from models.linear import linear
 from models.source import Source, load_model, load_tokenizer, resolve
 from recipes.schema import TargetConfig, UserError
 
 PREFILL_CHUNK = 2048  # positions of a prefill's forward, at most
 PREFILL_CELLS = 1 << 25  # of its mask (rows x positions x context), at most
-FEW_TOKENS = 64  # a row, for which a CPU has kernels of its own
 
 AttendFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, queries, keys, values) -> [B, T, N*D]
 
@@ -135,7 +134,7 @@ class Target:
         `ancestors[b, t, u]` = t sees u (itself included). Right padding is harmless in a chain: nothing real sees it.
         """
         B, T = ids_BT.shape
-        if cache is not None and self.kernels and (cache.bucket or (self.device.type == "cpu" and T <= FEW_TOKENS)):
+        if cache is not None and self.kernels and serve(cache, T):
             return self._fused(self.kernels, self.embed_tokens(ids_BT), depths_BT, cache, ancestors_BTT)
         depths = torch.arange(T, device=self.device).expand(B, T) if depths_BT is None else depths_BT
         start = cache.lengths.unsqueeze(1) if cache is not None else 0

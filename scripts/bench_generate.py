@@ -11,7 +11,6 @@ looks at, over this device's measured copy bandwidth. Without `prompts`, short q
 """
 
 import random
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from data_prep.template import edges, prompt_ids
 from models.generate import generate
 from models.target import Target, choose_device, choose_dtype, load_target
 from recipes.schema import TargetConfig, load
+from scripts.bench_decode import copy_bandwidth, wait
 
 LONGEST_PROMPT = 1024  # tokens; a longer one is left out
 
@@ -42,25 +42,12 @@ def mixed(count: int) -> list[str]:
     return out
 
 
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def timed(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     wait(device)
     start = time.perf_counter()
     result = work()
     wait(device)
     return result, time.perf_counter() - start
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second, read and written, of a large copy."""
-    source = torch.empty((1 << 30) if device.type == "cuda" else (1 << 26), dtype=torch.uint8, device=device)
-    into = torch.empty_like(source)
-    seconds = [timed(lambda: into.copy_(source), device)[1] for _ in range(7)]
-    return 2 * source.numel() / statistics.median(seconds)
 
 
 def floor_bytes(target: Target, prompts: list[list[int]], outputs: list[list[int]], slots: int) -> float:
