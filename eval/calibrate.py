@@ -34,7 +34,8 @@ from models.capture import Steps
 from models.eagle3 import Eagle3
 from models.target import Target, choose_device, choose_dtype, padded
 from recipes.cli import entry
-from recipes.files import make_folder, sha256_file, sha256_json, write_json
+from models.weights import weights_hash
+from recipes.files import make_folder, sha256_json, write_json
 from recipes.schema import Recipe, UserError
 
 TOKENS, COST_TOKENS, COST_BATCHES = 64, 24, 3
@@ -235,7 +236,7 @@ def main(recipe: Recipe) -> None:
     make_folder(folder)  # writable?
     target, drafter, folder = load(recipe)
     record, matrix = calibrate(recipe, target, drafter, prompts)
-    record["drafter"] = sha256_file(folder / "model.safetensors")
+    record["drafter"] = weights_hash(folder)
     save_matrix(matrix, folder / MATRIX_FILE, target.fingerprint)
     write_json(folder / FILE, record)
     for name in CALIBRATED:

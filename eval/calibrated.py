@@ -6,7 +6,7 @@ from typing import Any
 
 from eval.settings import CALIBRATED
 from models.layouts import read_provenance
-from recipes.files import sha256_file
+from models.weights import weights_hash
 from recipes.schema import UserError
 
 FILE, MATRIX_FILE = "calibrated.json", "matrix.safetensors"
@@ -29,7 +29,7 @@ def read(folder: Path) -> dict[str, Any] | None:
         raise UserError(
             f"{path} is not a calibrated.json of ours ({error!r}). Delete it, or write it again with eval.calibrate"
         ) from error
-    if of_drafter != sha256_file(folder / "model.safetensors"):
+    if of_drafter != weights_hash(folder):
         print(f"{path} is set aside: it was measured with other weights of the drafter")
         return None
     if of_target != read_provenance(folder).get("fingerprint"):

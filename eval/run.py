@@ -18,12 +18,12 @@ from eval.matrix_file import is_file, read_matrix
 from eval.outcome import disjoint, warmup_prompts
 from eval.plan import Entry, batch_sizes, check_settings, describe, plan, warm_prompts
 from models.eagle3 import Eagle3
-from models.layouts import check_drafter, load_drafter, read_provenance
+from models.layouts import check_drafter, find_drafter, load_drafter, read_provenance
 from models.source import resolve
 from models.target import Target, choose_device, choose_dtype, load_target
 from recipes.cli import entry
 from recipes.files import output_folder, run_folder
-from recipes.schema import DRAFTED, Recipe, UserError
+from recipes.schema import DRAFTED, Recipe, TargetConfig, UserError
 
 # what generation configs may ask for and a tree of drafts cannot honour losslessly without knowing the path's history
 NOT_APPLIED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "min_p": None}
@@ -61,7 +61,7 @@ def evaluate(recipe: Recipe, prompts: list[Prompt], gates: dict[str, Any] | None
         tuned=tuned,
         calibrated=gates,
         drafter_name=str(folder),
-        load_fp32=lambda: load_exact(recipe),
+        load_fp32=lambda: load_exact(recipe, target.taps),
         sizes=sizes,
     )
 
@@ -107,30 +107,34 @@ def check_belongs(recipe: Recipe) -> None:
     if recipe.dry_run and not recipe.drafter and not folder.is_dir():
         print(f"no drafter in {folder} yet")
         return
-    existing_drafter(recipe)
     if recipe.dry_run and not Path(recipe.target.path).expanduser().is_dir():
-        fingerprint = read_provenance(folder).get("fingerprint", "")
+        check_drafter(existing_drafter(recipe), read_provenance(folder).get("fingerprint", ""))
     else:
-        fingerprint = resolve(recipe.target).fingerprint
-    check_drafter(folder, fingerprint)
+        source = resolve(recipe.target)
+        check_drafter(existing_drafter(recipe), source.fingerprint, source.n_layers, source.sizes)
 
 
 def load(recipe: Recipe) -> tuple[Target, Eagle3, Path]:
-    """The target in the evaluation's dtype, and the drafter that belongs to it."""
-    folder = existing_drafter(recipe)
-    target = load_eval_target(recipe)
+    """The target in the evaluation's dtype, giving the states that the drafter reads, and the drafter."""
+    folder, source = existing_drafter(recipe), resolve(recipe.target)
+    taps = check_drafter(folder, source.fingerprint, quiet=True).config(source.n_layers).taps
+    target = load_eval_target(recipe, taps)
     return target, load_drafter(folder, target), folder
 
 
-def load_eval_target(recipe: Recipe) -> Target:
+def load_eval_target(recipe: Recipe, taps: Sequence[int] = ()) -> Target:
     device = choose_device(recipe.device)
-    target = load_target(recipe.target, device, choose_dtype(dtype_name(recipe), device))
+    target = load_target(with_taps(recipe.target, taps), device, choose_dtype(dtype_name(recipe), device))
     warn_not_applied(target.folder)
     return target
 
 
-def load_exact(recipe: Recipe) -> Target:
-    return load_target(recipe.target, choose_device(recipe.device), torch.float32)
+def load_exact(recipe: Recipe, taps: Sequence[int] = ()) -> Target:
+    return load_target(with_taps(recipe.target, taps), choose_device(recipe.device), torch.float32)
+
+
+def with_taps(target: TargetConfig, taps: Sequence[int]) -> TargetConfig:
+    return replace(target, taps=list(taps) or target.taps)
 
 
 def dtype_name(recipe: Recipe) -> str:
@@ -146,10 +150,13 @@ def drafter_folder(recipe: Recipe) -> Path:
 
 
 def existing_drafter(recipe: Recipe) -> Path:
+    """The folder, fetched if `drafter` is a hub id."""
     folder = drafter_folder(recipe)
-    if not folder.is_dir():
-        raise UserError(f"drafter={folder}: no such folder. Train one (train/eagle.py) or give drafter=DIR")
-    return folder
+    if folder.is_dir():
+        return folder
+    if recipe.drafter and not recipe.dry_run:
+        return find_drafter(recipe.drafter)
+    raise UserError(f"drafter={folder}: no such folder. Train one (train/eagle.py) or give drafter=DIR")
 
 
 def out_folder(recipe: Recipe) -> Path:

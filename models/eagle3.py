@@ -1,10 +1,11 @@
 """EAGLE-3 (arXiv 2503.01840): one decoder layer that drafts from three of the target's hidden states.
 
 The whole drafter: its config, its layer, the training-time unroll and the cached steps of decoding. Equations and
-tensor names are those that serving engines (vLLM, SGLang) read.
+tensor names are those that serving engines (vLLM, SGLang) read, the norms of EAGLE 3.1 and its like among them.
 
 B batch, T slots, H hidden, N heads, K key-value heads, D head size, C = taps * H, V vocabulary, Vd draft vocabulary.
-Slot p holds the features of x[0..p] and the embedding of x[p+1]; it predicts x[p+2].
+Slot p holds the features of x[0..p] and the embedding of x[p+1]; it predicts x[p+2]. A slot's *state* is what the next
+step receives and the logits are made of: the layer's output, with `norm_output` after the final norm.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from models.vocab import VocabMap
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """Derived from the target's config; `taps` are in h[L] numbering."""
+    """Derived from the target's config; `taps` are in h[L] numbering. The flags are as engines understand them."""
 
     hidden_size: int
     intermediate_size: int
@@ -40,9 +41,14 @@ class Eagle3Config:
     rope_parameters: dict[str, Any]
     taps: tuple[int, ...]
     target_layers: int
+    norm_before_residual: bool = False  # the residual stream starts from the normed state
+    norm_before_fc: bool = False  # one norm over the taps side by side
+    fc_norm: bool = False  # a norm for each tap
+    norm_output: bool = False  # the next step receives the final-normed state
+    qk_norm: bool = False  # queries and keys normed before rotation (a Qwen3 block)
 
     @staticmethod
-    def from_target(target: Target, vocab: VocabMap) -> "Eagle3Config":
+    def from_target(target: Target, vocab: VocabMap, **flags: bool) -> "Eagle3Config":
         config = target.config
         rope = dict(getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
         rope = dict(rope.get("full_attention", rope))  # Gemma 3 keeps one set a layer type
@@ -59,6 +65,7 @@ class Eagle3Config:
             rope_parameters=rope,
             taps=target.taps,
             target_layers=target.n_layers,
+            **flags,
         )
 
 
@@ -81,6 +88,8 @@ class Attention(nn.Module):
         self.k_proj = Linear(2 * c.hidden_size, self.kv_heads * c.head_dim, bias=False)
         self.v_proj = Linear(2 * c.hidden_size, self.kv_heads * c.head_dim, bias=False)
         self.o_proj = Linear(self.heads * c.head_dim, c.hidden_size, bias=False)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
 
     def project(self, x_BTX: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [B, N, T, D] and keys, and values [B, K, T, D]."""
@@ -88,6 +97,8 @@ class Attention(nn.Module):
             linear(x_BTX).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, *rope), rotate(k, *rope), v
 
 
@@ -107,10 +118,12 @@ AttendFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q, k, v) -> [B, T, N*D
 
 
 class Layer(nn.Module):
-    """Attention reads [normed embedding ; normed state]; the residual stream is the un-normed state."""
+    """Attention reads [normed embedding ; normed state]; the residual stream starts from the un-normed state, or from
+    the normed one with `norm_before_residual`."""
 
     def __init__(self, c: Eagle3Config) -> None:
         super().__init__()
+        self.norm_before_residual = c.norm_before_residual
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
@@ -118,8 +131,10 @@ class Layer(nn.Module):
         self.mlp = MLP(c)
 
     def forward(self, state_BTH: Tensor, embed_BTH: Tensor, rope: tuple[Tensor, Tensor], attention: AttendFn) -> Tensor:
-        x = torch.cat((self.input_layernorm(embed_BTH), self.hidden_norm(state_BTH)), dim=-1)
-        h = state_BTH + self.self_attn.o_proj(attention(*self.self_attn.project(x, rope)))
+        normed_BTH = self.hidden_norm(state_BTH)
+        x = torch.cat((self.input_layernorm(embed_BTH), normed_BTH), dim=-1)
+        residual_BTH = normed_BTH if self.norm_before_residual else state_BTH
+        h = residual_BTH + self.self_attn.o_proj(attention(*self.self_attn.project(x, rope)))
         out: Tensor = h + self.mlp(self.post_attention_layernorm(h))
         return out
 
@@ -130,10 +145,13 @@ class Eagle3(nn.Module):
     def __init__(self, config: Eagle3Config, vocab: VocabMap) -> None:
         super().__init__()
         self.config, self.vocab = config, vocab
-        self.fc = Linear(len(config.taps) * config.hidden_size, config.hidden_size, bias=False)
+        H, eps, taps = config.hidden_size, config.rms_norm_eps, len(config.taps)
+        self.input_norm = RMSNorm(taps * H, eps) if config.norm_before_fc else None
+        self.fc_norm = nn.ModuleList([RMSNorm(H, eps) for _ in config.taps]) if config.fc_norm else None
+        self.fc = Linear(taps * H, H, bias=False)
         self.midlayer = Layer(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.norm = RMSNorm(H, eps)
+        self.lm_head = Linear(H, config.draft_vocab_size, bias=False)
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._packed: tuple[Tensor, Tensor] | None = None
 
@@ -157,26 +175,40 @@ class Eagle3(nn.Module):
         mlp.gate_proj.weight.copy_(gate)
         mlp.up_proj.weight.copy_(up)
         mlp.down_proj.weight.copy_(layer.down.weight)
+        for own, name in ((attention.q_norm, "q_norm"), (attention.k_norm, "k_norm")):
+            if own is not None and name in layer.norms:
+                own.weight.copy_(layer.norms[name])
         before_mlp = layer.norms.get("pre_feedforward_layernorm", layer.norms["post_attention_layernorm"])
         self.midlayer.hidden_norm.weight.copy_(layer.norms["input_layernorm"])
         self.midlayer.post_attention_layernorm.weight.copy_(before_mlp)
 
     def logits(self, state: Tensor) -> Tensor:
         """[..., H] -> [..., Vd]."""
-        out: Tensor = self.lm_head(self.norm(state))
+        out: Tensor = self.lm_head(state if self.config.norm_output else self.norm(state))
         return out
 
     def fused_logits(self, state: Tensor) -> Tensor:
         """`logits` by the kernels of a GPU."""
         from models import fused
 
-        normed = fused.add_norm(state.contiguous(), None, self.norm.weight, self.config.rms_norm_eps)[1]
-        return F.linear(normed, self.lm_head.weight)
+        if not self.config.norm_output:
+            state = fused.add_norm(state.contiguous(), None, self.norm.weight, self.config.rms_norm_eps)[1]
+        return F.linear(state, self.lm_head.weight)
 
     def fuse(self, taps: Tensor) -> Tensor:
         """[..., C] -> [..., H]."""
+        if self.fc_norm is not None:
+            parts = taps.chunk(len(self.fc_norm), -1)
+            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        if self.input_norm is not None:
+            taps = self.input_norm(taps)
         out: Tensor = self.fc(taps)
         return out
+
+    def _layer(self, state: Tensor, embed: Tensor, rope: tuple[Tensor, Tensor], attention: AttendFn) -> Tensor:
+        """The next state [B, T, H]."""
+        out: Tensor = self.midlayer(state, embed.to(state.dtype), rope, attention)
+        return self.norm(out) if self.config.norm_output else out
 
     def _rope(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cosines and sines of every position [P, D]."""
@@ -199,8 +231,7 @@ class Eagle3(nn.Module):
     def unroll(
         self, taps_TC: Tensor, next_embed: Callable[[int], Tensor], steps: int, documents: Documents
     ) -> Iterator[Tensor]:
-        """Training-time test (EAGLE-3, section 3.2) over a packed row: the states [T, H] of each unroll step, before
-        norm and head.
+        """Training-time test (EAGLE-3, section 3.2) over a packed row: the states [T, H] of each unroll step.
 
         `next_embed(i)` gives the embeddings [T, H] of x[p+1+i] for every slot p; what it gives past the end of a
         document reaches no slot whose own tokens x[p+1 .. p+1+i] lie inside. Step i sees the step-0 keys 0..p of the
@@ -222,7 +253,7 @@ class Eagle3(nn.Module):
 
         for i in range(steps):
             rope = self._rope_at((documents.positions_T + i).unsqueeze(0), state_1TH.dtype)
-            state_1TH = self.midlayer(state_1TH, next_embed(i).unsqueeze(0).to(state_1TH.dtype), rope, attention)
+            state_1TH = self._layer(state_1TH, next_embed(i).unsqueeze(0), rope, attention)
             yield state_1TH[0]
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
@@ -261,8 +292,7 @@ class Eagle3(nn.Module):
             return attend(q, k, v, mask, q.shape[-1] ** -0.5)
 
         rope = self._rope_at(positions.clamp(max=self.config.max_position_embeddings + 63), state_BTH.dtype)
-        out: Tensor = self.midlayer(state_BTH, embed_BTH.to(state_BTH.dtype), rope, attention)
-        return out
+        return self._layer(state_BTH, embed_BTH, rope, attention)
 
     def pack(self) -> tuple[Tensor, Tensor]:
         """Lay the weights side by side that read the same input, for the kernels of the device. Call it when they
@@ -291,12 +321,15 @@ class Eagle3(nn.Module):
         state_BTH = state_BTH.contiguous()
         _, embed = fused.add_norm(embed_BTH.to(state_BTH.dtype), None, layer.input_layernorm.weight, c.rms_norm_eps)
         _, state = fused.add_norm(state_BTH, None, layer.hidden_norm.weight, c.rms_norm_eps)
-        heads = Heads(c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.head_dim**-0.5)
+        gains = [None if n is None else n.weight for n in (layer.self_attn.q_norm, layer.self_attn.k_norm)]
+        heads = Heads(
+            c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.head_dim**-0.5, c.rms_norm_eps, *gains
+        )
         seen = None if ancestors_BTU is None else ancestors_BTU.to(torch.uint8).contiguous()
         place = None if ancestors_BTU is None else depth or 0
         mixed = linear(torch.cat((embed, state), -1), qkv)
         mixed = fused.attention(mixed, self._rope(qkv.device), place, cache, 0, heads, seen)
-        gain = layer.post_attention_layernorm.weight
-        h, normed = fused.add_norm(state_BTH, layer.self_attn.o_proj(mixed), gain, c.rms_norm_eps)
-        out: Tensor = h + layer.mlp.down_proj(fused.gated(linear(normed, gate_up)))
-        return out
+        gain, residual = layer.post_attention_layernorm.weight, state if c.norm_before_residual else state_BTH
+        h, normed = fused.add_norm(residual, layer.self_attn.o_proj(mixed), gain, c.rms_norm_eps)
+        down: Tensor = layer.mlp.down_proj(fused.gated(linear(normed, gate_up)))
+        return fused.add_norm(h, down, self.norm.weight, c.rms_norm_eps)[1] if c.norm_output else h + down

@@ -1,88 +1,97 @@
-"""The drafter on disk: the portable layout that vLLM and SGLang both read (vLLM 0.33, SGLang 0.5.23).
+"""The drafter on disk: written in the layout of an engine, read from any of them.
 
-One Llama-style layer, names without a prefix, no embedding (engines share the target's), the head always written,
-offsets and mask of the vocabulary only when it is reduced, layer ids only when they are not the default ones.
+Names, shapes, settings and what a layout can't express are in models/layout_tables.py; what is asked of a folder that
+others wrote in models/imports.py. Layouts are those of vLLM 0.33, SGLang 0.5.23 and speculators 0.9.
 """
 
 import sys
-from dataclasses import fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from models.eagle3 import Eagle3, Eagle3Config
-from models.target import Target, check_taps
+from models.imports import Stored, read_stored, refuse_not_finite
+from models.layout_tables import PORTABLE, SPECULATORS, VLLM, engine_config, names, why_not
+from models.source import download
+from models.target import Target
 from models.vocab import VocabMap
+from models.weights import read_tensors, weight_files
 from recipes.files import read_json, whole_folder, write_json
 from recipes.schema import UserError
 
-OFF = (
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-    "attention_bias",
-)  # flags not trained here yet
+SPECFORGE_NORM = (
+    "norm_output is read as engines do (the next step gets the normed state). SpecForge means something else by it: "
+    "for a drafter trained there set it to false in config.json"
+)
 
 
-def engine_layer_ids(taps: tuple[int, ...], target_layers: int) -> dict[str, Any]:
-    """The config keys that tell engines which states to capture; none for the default taps.
+@dataclass(frozen=True)
+class Verifier:
+    """What speculators' layout holds of the target: how to find it, and its embedding."""
 
-    vLLM reads the top-level list in h[L] numbering; SGLang reads the nested one and adds 1.
-    """
-    if taps == (2, target_layers // 2, target_layers - 3):
-        return {}
-    if 0 in taps:
-        raise UserError("taps include the embedding output h[0], which SGLang cannot capture; choose taps from 1 on")
-    nested = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [t - 1 for t in taps]}
-    return {"eagle_aux_hidden_state_layer_ids": list(taps), "eagle_config": nested}
+    name_or_path: str
+    architectures: list[str]
+    embedding_VH: Tensor
 
 
-def engine_config(config: Eagle3Config) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": config.hidden_size,
-        "target_hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "num_aux_hidden_states": len(config.taps),
-        "max_position_embeddings": config.max_position_embeddings,
-        "rope_parameters": config.rope_parameters,
-        "rope_theta": config.rope_parameters.get("rope_theta", 10000.0),
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        **dict.fromkeys(OFF, False),
-        **engine_layer_ids(config.taps, config.target_layers),
-    }
+def default_layout(config: Eagle3Config) -> tuple[str, str]:
+    """The portable layout where it can express the drafter, else vLLM's; and in a line why, if not portable."""
+    reasons = why_not(config, PORTABLE)
+    if not reasons:
+        return PORTABLE, ""
+    return VLLM, f"the drafter is written for vLLM alone: {'; '.join(reasons)}"
 
 
-def save_drafter(drafter: Eagle3, folder: Path, provenance: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
-    """Write config.json, model.safetensors and provenance.json, all or nothing.
+def save_drafter(
+    drafter: Eagle3,
+    folder: Path,
+    provenance: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    layout: str | None = None,
+    verifier: Verifier | None = None,
+) -> None:
+    """Write config.json, model.safetensors and provenance.json, all or nothing, in the default layout or the given one.
 
-    `provenance` must carry `fingerprint` (of the target); `target_layers` is added.
+    `provenance` must carry `fingerprint` (of the target); `target_layers` is added. Speculators' layout needs the
+    `verifier`. Raises UserError with the reasons where the layout can't express the drafter.
     """
     if not provenance.get("fingerprint"):
         raise ValueError("a drafter without its target's fingerprint can't be told from one for another target")
-    tensors = {name: t.detach().to("cpu", dtype).contiguous() for name, t in drafter.state_dict().items()}
-    if not drafter.vocab.full:
-        tensors |= {"d2t": drafter.vocab.d2t.cpu(), "t2d": drafter.vocab.t2d.cpu()}
-    config = engine_config(drafter.config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    layout = layout or default_layout(drafter.config)[0]
+    reasons = why_not(drafter.config, layout)
+    if reasons:
+        raise UserError(f"layout={layout} cannot express this drafter: {'; '.join(reasons)}")
+    tensors = {name: t.detach() for name, t in drafter.state_dict().items()}
+    if layout == SPECULATORS:
+        if verifier is None:
+            raise ValueError("speculators' layout holds the target's embedding and name: give the verifier")
+        tensors["embed_tokens.weight"] = verifier.embedding_VH.detach()
+    stored = {name: t.to("cpu", dtype).contiguous() for name, t in tensors.items()}
+    stored |= {"d2t": drafter.vocab.d2t.cpu(), "t2d": drafter.vocab.t2d.cpu()}
+    named = {theirs: stored[ours] for ours, theirs in names(drafter.config, layout).items()}
+    target = {"name_or_path": verifier.name_or_path, "architectures": verifier.architectures} if verifier else {}
+    config = engine_config(drafter.config, layout, str(dtype).removeprefix("torch."), target)
     with whole_folder(folder) as aside:
-        save_file(tensors, aside / "model.safetensors", metadata={"format": "pt"})
+        save_file(named, aside / "model.safetensors", metadata={"format": "pt"})
         write_json(aside / "config.json", config)
         write_json(aside / "provenance.json", {**provenance, "target_layers": drafter.config.target_layers})
+
+
+def find_drafter(name: str, what: str = "drafter") -> Path:
+    """The folder, or the hub's snapshot where there is no such folder; pickled weights only if it has no others."""
+    folder = Path(name).expanduser()
+    if folder.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+        if not folder.is_dir():
+            raise UserError(f"{what}={name}: no such folder, nor a hub id (OWNER/NAME)")
+        return folder
+    found = download(name, ["*.json", "*.safetensors"], f"{what}={name}: no such folder, and it")
+    if not any(found.glob("*.safetensors")):
+        found = download(name, ["*.json", "pytorch_model.bin"], f"{what}={name}")
+    return found
 
 
 def read_provenance(folder: Path) -> dict[str, Any]:
@@ -90,95 +99,99 @@ def read_provenance(folder: Path) -> dict[str, Any]:
     return read_json(path, "drafter") if path.is_file() else {}
 
 
-def check_drafter(folder: Path, fingerprint: str) -> dict[str, Any]:
-    """Refuse, before any weights load, a folder that is no drafter or one for another target; returns its config."""
-    for name in ("config.json", "model.safetensors"):
-        if not (folder / name).is_file():
-            raise UserError(f"drafter={folder}: no {name} there, so it is not an exported drafter")
-    config = read_json(folder / "config.json", f"drafter={folder}")
-    try:
-        with safe_open(folder / "model.safetensors", "pt") as file:
-            file.keys()
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"drafter={folder}: model.safetensors cannot be read: {error}. Export or copy it again."
-        ) from error
+def check_drafter(
+    folder: Path,
+    fingerprint: str | None,
+    target_layers: int | None = None,
+    target_sizes: tuple[int, int] | None = None,
+    quiet: bool = False,
+) -> Stored:
+    """Refuse, before any weights load, a folder that is no drafter or one for another target. A target's fingerprint,
+    layers and sizes (hidden, vocabulary) are compared where they are given."""
+    if not (folder / "config.json").is_file():
+        raise UserError(f"drafter={folder}: no config.json there, so it is not an exported drafter")
+    weight_files(folder)
     stated = read_provenance(folder).get("fingerprint")
-    if stated is None:
-        print(f"warning: {folder} carries no target fingerprint; it may belong to another target", file=sys.stderr)
-    elif stated != fingerprint:
+    if fingerprint is not None and stated not in (None, fingerprint):
         raise UserError(
             f"drafter={folder} was trained for another target (fingerprint {stated}, this one's is {fingerprint}). "
             "Use the recipe it was trained with, or train one for this target."
         )
-    return config
+    stored = read_stored(folder, target_sizes)
+    if target_layers is not None:
+        stored.config(target_layers)
+    if stated is None and not quiet:
+        _warn(f"{folder} carries no target fingerprint; it may belong to another target")
+        if stored.fields["norm_output"]:
+            _warn(f"{folder}: {SPECFORGE_NORM}")
+    return stored
 
 
-def load_drafter(folder: Path, target: Target) -> Eagle3:
-    """Read a drafter for this target, on its device, in fp32. Raises UserError naming what does not fit."""
-    config = _read_config(check_drafter(folder, target.fingerprint), folder, target)
-    tensors = load_file(folder / "model.safetensors")
-    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if (d2t is None) != (config.draft_vocab_size == config.vocab_size):
-        raise UserError(f"drafter={folder}: d2t must be there exactly when draft_vocab_size is below vocab_size")
-    vocab = _read_vocab(d2t, t2d, config, folder)
-    drafter = Eagle3(config, vocab)
-    _fill(drafter, tensors, folder)
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
+
+
+def load_drafter(folder: Path, target: Target, start: bool = False) -> Eagle3:
+    """Read a drafter of any layout for this target, on its device, in fp32. As a `start` of training it may come from
+    another target of the same sizes. Raises UserError naming what does not fit."""
+    sizes = (target.hidden_size, target.vocab_size)
+    stored = check_drafter(folder, None if start else target.fingerprint, target.n_layers, sizes)
+    taps = stored.config(target.n_layers).taps
+    if taps != target.taps:
+        raise UserError(
+            f"drafter={folder} reads the target's states {list(taps)}, the target gives {list(target.taps)}: "
+            f"give target.taps=[{','.join(map(str, taps))}]"
+        )
+    if stored.window is not None and stored.window < target.max_positions:
+        _warn(f"{folder} was trained with a window of {stored.window} tokens; here it sees all")
+    limit = stored.fields["max_position_embeddings"]
+    if limit < target.max_positions:
+        _warn(f"{folder} knows {limit} positions, the target {target.max_positions}: past the first it drafts blindly")
+    drafter = read_drafter(stored, target.n_layers, None if start else target.embed_weight, target.head_weight)
     return drafter.to(target.device).eval()
 
 
-def _read_config(raw: dict[str, Any], folder: Path, target: Target) -> Eagle3Config:
-    for name, kind in ((f.name, f.type) for f in fields(Eagle3Config)):
-        if kind in (int, "int") and not isinstance(raw.get(name, 0), int):
-            raise UserError(
-                f"drafter={folder}: config.json says {name}={raw[name]!r}, which must be a whole number. "
-                "Put it right, or export the drafter again"
-            )
-    on = [flag for flag in OFF if raw.get(flag)]
-    if on:
-        raise UserError(f"drafter={folder}: {', '.join(on)} set, which this version cannot decode")
-    if raw.get("num_hidden_layers") != 1:
+def read_drafter(
+    stored: Stored, target_layers: int, embedding_VH: Tensor | None = None, head_VH: Tensor | None = None
+) -> Eagle3:
+    """The drafter, on the CPU in fp32. An embedding of its own must be the target's where that is given, and is not
+    kept; a head that it lacks is the target's."""
+    folder = stored.folder
+    raw = read_tensors(folder)
+    tensors = {ours: raw[theirs] for ours, theirs in stored.names.items()}
+    refuse_not_finite(tensors, folder)
+    own = tensors.pop("embed_tokens.weight", None)
+    if own is not None and embedding_VH is not None:
+        _check_embedding(own, embedding_VH, folder)
+    if stored.borrows_head:
+        if head_VH is None:
+            raise UserError(f"drafter={folder}: it has no lm_head.weight of its own: give its target=")
+        tensors["lm_head.weight"] = head_VH.detach().to("cpu", torch.float32)
+    config = stored.config(target_layers)
+    vocab = _read_vocab(tensors.pop("d2t", None), tensors.pop("t2d", None), config, folder)
+    drafter = Eagle3(config, vocab)
+    drafter.load_state_dict(tensors)
+    return drafter
+
+
+def _check_embedding(own_VH: Tensor, target_VH: Tensor, folder: Path) -> None:
+    """Only a frozen copy of the target's table, rounded or not, goes with the target's own."""
+    theirs = target_VH.detach().to("cpu", torch.float32)
+    if own_VH.shape != theirs.shape or not torch.allclose(own_VH.float(), theirs, rtol=2**-7, atol=1e-6):
         raise UserError(
-            f"drafter={folder}: {raw.get('num_hidden_layers')} layers; only one-layer drafters are portable"
+            f"drafter={folder}: its embed_tokens.weight is not the target's, and this version decodes with the target's"
         )
-    taps = raw.get("eagle_aux_hidden_state_layer_ids")
-    given = {name: raw[name] for name in Eagle3Config.__dataclass_fields__ if name in raw}
-    try:
-        config = Eagle3Config(**given, taps=check_taps(taps, target.n_layers), target_layers=target.n_layers)
-    except TypeError as error:
-        raise UserError(f"drafter={folder}/config.json is incomplete: {error}") from error
-    if (config.hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
-        raise UserError(
-            f"drafter={folder} is for hidden size {config.hidden_size} and vocabulary {config.vocab_size}, "
-            f"the target has {target.hidden_size} and {target.vocab_size}"
-        )
-    return config
 
 
 def _read_vocab(d2t: Tensor | None, t2d: Tensor | None, config: Eagle3Config, folder: Path) -> VocabMap:
     if d2t is None:
         return VocabMap.identity(config.vocab_size)
+    d2t = d2t.long()
     ids = d2t + torch.arange(len(d2t))
-    sound = (
-        len(ids) == config.draft_vocab_size and bool((ids[1:] > ids[:-1]).all()) and int(ids[-1]) < config.vocab_size
-    )
-    if not sound or int(ids[0]) < 0:
+    ascending = bool((ids[1:] > ids[:-1]).all())
+    if not ascending or int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size:
         raise UserError(f"drafter={folder}: d2t is not an ascending offset map (absolute ids written by mistake?)")
     vocab = VocabMap.from_ids(ids, config.vocab_size)
     if t2d is not None and not torch.equal(t2d.bool(), vocab.t2d):
         raise UserError(f"drafter={folder}: t2d and d2t disagree")
     return vocab
-
-
-def _fill(drafter: Eagle3, tensors: dict[str, Tensor], folder: Path) -> None:
-    wanted = drafter.state_dict()
-    missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-    wrong = [n for n in wanted.keys() & tensors.keys() if wanted[n].shape != tensors[n].shape]
-    if missing or unknown or wrong:
-        raise UserError(
-            f"drafter={folder}: tensors missing {missing}, unknown {unknown}, of wrong shape {sorted(wrong)}"
-        )
-    bad = [n for n, t in tensors.items() if not torch.isfinite(t.float()).all()]
-    if bad:
-        raise UserError(f"drafter={folder}: not finite: {bad}")
-    drafter.load_state_dict(tensors)

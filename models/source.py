@@ -26,6 +26,7 @@ class Source:
     n_layers: int
     eos_ids: frozenset[int]
     template_hash: str
+    sizes: tuple[int, int] | None = None  # hidden, vocabulary; where the config says both
 
 
 def resolve(cfg: TargetConfig) -> Source:
@@ -54,7 +55,9 @@ def resolve(cfg: TargetConfig) -> Source:
         raise UserError(f"target {cfg.path} names no end token (eos_token_id), so answers would never end")
     fingerprint = sha256_json({"weights": weights_hash or _weights_hash(folder), "config": _identity(config)})[:32]
     template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16]
-    return Source(cfg.path, folder, fingerprint, text["num_hidden_layers"], eos, template)
+    sizes = [text[key] for key in ("hidden_size", "vocab_size") if isinstance(text.get(key), int)]
+    known = (sizes[0], sizes[1]) if len(sizes) == 2 else None
+    return Source(cfg.path, folder, fingerprint, text["num_hidden_layers"], eos, template, known)
 
 
 def _identity(config: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +84,7 @@ def _locate(cfg: TargetConfig) -> tuple[Path, str]:
         return path, ""
     if path.exists() or cfg.path.count("/") != 1 or cfg.path.startswith((".", "/", "~")):
         raise UserError(f"target: {cfg.path} is neither a folder, a .gguf file nor a hub id (OWNER/NAME)")
-    return _download(cfg.path), ""
+    return download(cfg.path, ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"], f"target {cfg.path}"), ""
 
 
 def _package_file(spec: str) -> Path:
@@ -96,18 +99,15 @@ def _package_file(spec: str) -> Path:
     return Path(found.submodule_search_locations[0]) / file
 
 
-def _download(hub_id: str) -> Path:
+def download(hub_id: str, patterns: list[str], what: str) -> Path:
+    """A snapshot of the files that match, in the hub's cache."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"])
-        )
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except Exception as error:  # the hub client raises many families: no network, no such model, gated
         reason = str(error).strip().splitlines()[0][:300]
-        raise UserError(
-            f"target {hub_id}: cannot be fetched from the hub: {reason}. A local folder works too."
-        ) from error
+        raise UserError(f"{what}: cannot be fetched from the hub: {reason}. A local folder works too.") from error
 
 
 def _convert(gguf: Path, digest: str) -> Path:

@@ -293,17 +293,15 @@ def padded(rows: list[list[int]], width: int = 0) -> Tensor:
     return out
 
 
-def check_taps(taps: list[int] | None, n_layers: int) -> tuple[int, ...]:
-    """The recipe's taps, or [2, n // 2, n - 3], ascending and distinct, in h[L] numbering."""
+def check_taps(taps: list[int] | None, n_layers: int, key: str = "target.taps") -> tuple[int, ...]:
+    """The taps that `key` gives, or [2, n // 2, n - 3], ascending and distinct, in h[L] numbering."""
     chosen = tuple(taps) if taps else (2, n_layers // 2, n_layers - 3)
     if any(t < 0 or t >= n_layers for t in chosen):
-        raise UserError(
-            f"target.taps={list(chosen)} must lie in 0..{n_layers - 1} for this target of {n_layers} layers"
-        )
+        raise UserError(f"{key}={list(chosen)} must lie in 0..{n_layers - 1} for this target of {n_layers} layers")
     if sorted(set(chosen)) != list(chosen):
         raise UserError(
             f"the target has {n_layers} layers, so its taps {list(chosen)} collide or are out of order. "
-            "Give distinct ascending ones: target.taps=[1,2,3]"
+            f"Give distinct ascending ones: {key}=[1,2,3]"
         )
     return chosen
 

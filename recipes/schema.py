@@ -28,6 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "target.dtype": DTYPES,
     "data.dtype": DTYPES,
     "eval.dtype": DTYPES,
+    "eagle.init_vocab": ("keep", "replace"),
     "train.precision": ("auto", "fp32", "bf16", "fast"),
     "train.tracker": ("wandb", "none"),
     "decoder": ("", *DECODERS),
@@ -111,6 +112,14 @@ class EagleConfig:
     draft_vocab: int = 32000  # most frequent supervised tokens; 0 = the target's full vocabulary
     unroll_steps: int = 7
     step_decay: float = 0.8  # weight of unroll step i is step_decay ** i over their sum
+    # norms, as engines understand them; fc_norm with norm_output is EAGLE 3.1
+    fc_norm: bool = False  # of each tap before they are fused
+    norm_output: bool = False  # the next step receives the final-normed state
+    norm_before_fc: bool = False  # one norm over all taps instead of fc_norm
+    norm_before_residual: bool = False  # SGLang can't serve it
+    qk_norm: bool = False  # a Qwen3 block; SGLang can't serve it
+    init_from: str = ""  # drafter folder or hub id of any layout to start from, with the same flags; empty = the target
+    init_vocab: str = "keep"  # keep = of init_from's drafter | replace = by the data's draft_vocab
 
 
 @dataclass(frozen=True)
@@ -263,6 +272,7 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
             len(r.train.betas) == 2 and all(0 <= b < 1 for b in r.train.betas),
         ),
         ("eagle.step_decay", "above 0 and at most 1", 0 < r.eagle.step_decay <= 1),
+        ("eagle.norm_before_fc", "false beside eagle.fc_norm", not (r.eagle.norm_before_fc and r.eagle.fc_norm)),
         ("eval.top_p", "above 0 and at most 1", 0 < r.eval.top_p <= 1),
         ("eval.draft_top_p", "above 0 and at most 1", 0 < r.eval.draft_top_p <= 1),
         ("eval.draft_temperature", "0 to 10, or empty", 0 <= (r.eval.draft_temperature or 0) <= 10),

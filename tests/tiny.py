@@ -73,16 +73,17 @@ def tiny_model_folder(folder: Path, family: str = "llama", seed: int = 0, **chan
     return folder
 
 
-def tiny_drafter(target: Any, kept: list[int] | None = None, noise: float = 0.1, seed: int = 0) -> Any:
-    """A random drafter whose every tensor differs from its initial value; `kept` None = full vocabulary."""
+def tiny_drafter(target: Any, kept: list[int] | None = None, noise: float = 0.1, seed: int = 0, **flags: bool) -> Any:
+    """A random drafter whose every tensor differs from its initial value, gains widely; `kept` None = full
+    vocabulary."""
     from models.eagle3 import Eagle3, Eagle3Config
     from models.vocab import VocabMap
 
     vocab = VocabMap.identity(target.vocab_size) if kept is None else VocabMap.from_ids(kept, target.vocab_size)
     torch.manual_seed(seed)
-    drafter = Eagle3(Eagle3Config.from_target(target, vocab), vocab)
+    drafter = Eagle3(Eagle3Config.from_target(target, vocab, **flags), vocab)
     drafter.init_from_target(target)
     with torch.no_grad():
         for parameter in drafter.parameters():
-            parameter.add_(torch.randn_like(parameter) * noise)
+            parameter.add_(torch.randn_like(parameter) * (noise if parameter.dim() > 1 else 3 * noise))
     return drafter.eval()

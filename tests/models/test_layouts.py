@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models import layouts
-from models.attention import Documents
 from models.eagle3 import Eagle3
-from models.layouts import load_drafter, save_drafter
+from models.layout_tables import LAYOUTS
+from models.layouts import default_layout, load_drafter, save_drafter
 from models.target import Target
 from recipes.schema import UserError
-from tests.models.engine_reader import EngineReader
+from tests.models.test_golden import verifier
 from tests.tiny import tiny_drafter
 
 KEPT = [i for i in range(320) if i % 3]
@@ -49,34 +49,6 @@ def folder(target: Target, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kept", [KEPT, None], ids=["reduced", "full"])
-@pytest.mark.parametrize("taps", [None, [1, 3, 6], [1, 2, 4, 7]], ids=["default", "custom", "four"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
-def test_an_engine_reads_the_logits_of_training(
-    tiny_target: Callable[..., Any], tmp_path: Path, family: str, taps: list[int] | None, kept: list[int] | None
-) -> None:
-    target: Target = tiny_target(family, taps=taps)
-    drafter: Eagle3 = tiny_drafter(target, kept)
-    save_drafter(drafter, tmp_path / "d", {"fingerprint": target.fingerprint})
-    T, k = 6, 4
-    ids = torch.randint(2, 320, (1, T + k + 1), generator=torch.Generator().manual_seed(5))
-    features, row = target.features(ids[:, :T]).taps_BTC[0], Documents([T], target.device)
-    states = drafter.unroll(features, lambda i: target.embed(ids[0, 1 + i : 1 + i + T]), k, row)
-    trained = [drafter.logits(state) for state in states]
-    reader = EngineReader(tmp_path / "d", target.model.get_input_embeddings().weight)
-    with torch.no_grad():
-        hidden = target.model(ids[:, :T], output_hidden_states=True).hidden_states
-        aux = torch.cat([hidden[layer][0] for layer in reader.captured(target.n_layers)], -1)
-        for slot in (0, 2, T - 1):
-            served = reader.draft(
-                aux[: slot + 1], ids[0, 1 : slot + 2].tolist(), ids[0, slot + 2 : slot + 1 + k].tolist()
-            )
-            for i in range(k):
-                expected = torch.full((320,), float("-inf"))
-                expected[drafter.vocab.kept_ids] = trained[i][slot].detach()
-                torch.testing.assert_close(served[i], expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("kept", [KEPT, None], ids=["reduced", "full"])
 @pytest.mark.parametrize("taps", [None, [1, 3, 6]], ids=["default", "custom"])
 def test_round_trip(
     tiny_target: Callable[..., Any], tmp_path: Path, taps: list[int] | None, kept: list[int] | None
@@ -93,7 +65,7 @@ def test_round_trip(
     assert provenance["target_layers"] == 8
 
 
-def test_names_and_shapes_are_those_that_engines_read(target: Target, folder: Path, tmp_path: Path) -> None:
+def test_names_and_shapes_are_those_that_both_engines_read(target: Target, folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     reduced = SHAPES | {"lm_head.weight": (len(KEPT), 32), "d2t": (len(KEPT),), "t2d": (320,)}
     assert {n: tuple(t.shape) for n, t in tensors.items()} == reduced
@@ -138,11 +110,86 @@ def test_custom_taps_are_written_in_both_numberings(tiny_target: Callable[..., A
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]  # outputs of layers
 
 
-def test_the_embedding_output_cannot_be_exported(tiny_target: Callable[..., Any], tmp_path: Path) -> None:
-    target: Target = tiny_target("llama", taps=[0, 3, 6])
-    with pytest.raises(UserError, match="SGLang"):
-        save_drafter(tiny_drafter(target), tmp_path / "d", {"fingerprint": target.fingerprint})
+ALL = {"norm_before_residual": True, "fc_norm": True, "norm_output": True, "qk_norm": True}
+QK = {"midlayer.self_attn.q_norm.weight": (8,), "midlayer.self_attn.k_norm.weight": (8,)}
+TAPS = {f"fc_norm.{i}.weight": (32,) for i in range(3)}
+REDUCED = {"lm_head.weight": (len(KEPT), 32), "d2t": (len(KEPT),), "t2d": (320,)}
+FROZEN = {
+    ("portable", "fc_norm"): SHAPES | REDUCED | TAPS,
+    ("sglang", "fc_norm"): SHAPES | REDUCED | TAPS,
+    ("sglang", "norm_before_fc"): SHAPES | REDUCED | {"input_norm.weight": (96,)},
+    ("vllm", "all"): SHAPES | REDUCED | TAPS | QK,
+    ("speculators", "all"): {
+        name.replace("midlayer.", "layers.0."): shape for name, shape in (SHAPES | REDUCED | TAPS | QK).items()
+    }
+    | {"embed_tokens.weight": (320, 32)},
+}
+
+
+@pytest.mark.parametrize(("layout", "flags"), FROZEN, ids="-".join)
+def test_names_and_shapes_of_each_layout(target: Target, tmp_path: Path, layout: str, flags: str) -> None:
+    drafter = tiny_drafter(target, KEPT, **(ALL if flags == "all" else {flags: True}))
+    save_drafter(drafter, tmp_path / "d", {"fingerprint": "x"}, layout=layout, verifier=verifier(target))
+    tensors = load_file(tmp_path / "d" / "model.safetensors")
+    assert {n: tuple(t.shape) for n, t in tensors.items()} == FROZEN[layout, flags]
+
+
+def test_layer_ids_are_written_in_each_engines_numbering(tiny_target: Callable[..., Any], tmp_path: Path) -> None:
+    target: Target = tiny_target("llama", taps=[1, 3, 6])
+    key, found = "eagle_aux_hidden_state_layer_ids", {}
+    for layout in LAYOUTS:
+        save_drafter(
+            tiny_drafter(target), tmp_path / layout, {"fingerprint": "x"}, layout=layout, verifier=verifier(target)
+        )
+        config = json.loads((tmp_path / layout / "config.json").read_text())
+        found[layout] = (config.get(key), config.get("eagle_config", {}).get(key))
+    above, nested = [1, 3, 6], [0, 2, 5]
+    assert found == {
+        "portable": (above, nested),
+        "vllm": (above, None),
+        "sglang": (None, nested),
+        "speculators": (above, None),
+    }
+
+
+def test_speculators_config_holds_the_block_the_flags_and_the_verifier(target: Target, tmp_path: Path) -> None:
+    drafter = tiny_drafter(target, KEPT, qk_norm=True, norm_output=True)
+    save_drafter(drafter, tmp_path / "d", {"fingerprint": "x"}, layout="speculators", verifier=verifier(target))
+    config = json.loads((tmp_path / "d" / "config.json").read_text())
+    assert config["speculators_model_type"] == "eagle3" and config["transformer_layer_config"]["model_type"] == "qwen3"
+    assert config["norm_before_residual"] is False and config["norm_output"] is True  # the first is true where absent
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "some/target"
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] > 0
+
+
+REFUSED = [
+    ({"norm_before_residual": True}, None, "norm_before_residual: SGLang"),
+    ({"qk_norm": True}, None, "qk_norm: SGLang"),
+    ({}, [0, 3, 6], r"embedding output h\[0\], which SGLang"),
+    ({}, [4], "single tap: SGLang"),
+]
+
+
+@pytest.mark.parametrize("layout", ["sglang", "portable"])
+@pytest.mark.parametrize(("flags", "taps", "reason"), REFUSED)
+def test_what_sglang_cannot_express_is_refused_and_written_for_vllm_by_default(
+    tiny_target: Callable[..., Any],
+    tmp_path: Path,
+    flags: dict[str, bool],
+    taps: list[int] | None,
+    reason: str,
+    layout: str,
+) -> None:
+    target: Target = tiny_target("llama", taps=taps)
+    drafter, papers = tiny_drafter(target, None, **flags), {"fingerprint": target.fingerprint}
+    with pytest.raises(UserError, match=reason):
+        save_drafter(drafter, tmp_path / "d", papers, layout=layout)
     assert list(tmp_path.iterdir()) == []
+    chosen, line = default_layout(drafter.config)
+    assert chosen == "vllm" and "for vLLM alone" in line and len(line.splitlines()) == 1
+    save_drafter(drafter, tmp_path / "d", papers)
+    assert load_drafter(tmp_path / "d", target).config == drafter.config
 
 
 def test_half_precision_export(target: Target, tmp_path: Path) -> None:
@@ -235,24 +282,48 @@ def test_a_broken_provenance_is_refused(target: Target, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"norm_before_residual": True}, "norm_before_residual"),
-        ({"fc_norm": True, "norm_output": True}, "fc_norm, norm_output"),
+        ({"fc_norm": True, "norm_output": True}, "missing ['fc_norm.0.weight', "),
+        ({"norm_before_fc": True}, "missing ['input_norm.weight']"),
+        ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, "config.json sets qk_norm"),
+        ({"fc_norm": True, "norm_before_fc": True}, "both set"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"logit_scale": 0.5}, "logit_scale=0.5"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"target_hidden_size": 64}, "target_hidden_size=64"),
+        ({"architectures": ["DFlashDraftModel"]}, "DFlashDraftModel"),
+        ({"norm_output": "yes"}, "norm_output='yes'"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type='spiral'"),
+        ({"speculators_model_type": "dflash"}, "only eagle3"),
+        ({"speculators_model_type": "eagle3"}, "transformer_layer_config"),
+        ({"num_aux_hidden_states": 4}, "wrong shape ['fc.weight']"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 8]}}, "must lie in 0..7"),
+        ({"eagle_aux_hidden_state_layer_ids": [4, 2, 5]}, "out of order"),
+        ({"eagle_aux_hidden_state_layer_ids": ["2"]}, "whole numbers"),
+        (
+            {
+                "eagle_aux_hidden_state_layer_ids": [2, 4, 5],
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]},
+            },
+            "different layers",
+        ),
         ({"num_hidden_layers": 2}, "one-layer"),
         ({"hidden_size": 64}, "hidden size 64"),
         ({"vocab_size": 640}, "vocabulary 640"),
         ({"draft_vocab_size": 320}, "d2t"),
         ({"draft_vocab_size": 100}, "d2t"),
-        ({"head_dim": None}, "head_dim"),
+        ({"intermediate_size": None}, "no intermediate_size"),
+        ({"head_dim": 7}, "head_dim even"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "9"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, "fc.weight"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}, "give target.taps=[1,3,5]"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(
     target: Target, folder: Path, change: dict[str, Any], words: str
 ) -> None:
     edit_config(folder, **change)
-    with pytest.raises(UserError, match=words.replace(".", r"\.")):
-        load_drafter(folder, target)
+    refused(folder, target, words)
 
 
 def absolute_ids(tensors: dict[str, Tensor]) -> None:
@@ -271,9 +342,13 @@ def other_mask(tensors: dict[str, Tensor]) -> None:
     ("change", "words"),
     [
         (lambda t: t.pop("midlayer.hidden_norm.weight"), "missing ['midlayer.hidden_norm.weight']"),
-        (lambda t: t.pop("lm_head.weight"), "lm_head.weight"),
+        (lambda t: t.pop("lm_head.weight"), "random logits"),
         (lambda t: t.pop("d2t"), "d2t"),
-        (lambda t: t.update({"model.norm.weight": torch.ones(32)}), "unknown ['model.norm.weight']"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(32)}), "stored twice"),
+        (lambda t: t.update({"model.model.norm.weight": torch.ones(32)}), "unknown ['model.model.norm.weight']"),
+        (lambda t: t.update({"mask_hidden": torch.ones(96)}), "unknown ['mask_hidden']"),
+        (lambda t: t.update({"fc.weight": torch.ones(32, 96, dtype=torch.int8)}), "dtype"),
+        (lambda t: t.update({"embed_tokens.weight": torch.ones(320, 32)}), "is not the target's"),
         (lambda t: t.update({"norm.weight": torch.ones(16)}), "wrong shape ['norm.weight']"),
         (not_a_number, "fc.weight"),
         (absolute_ids, "absolute ids"),
