@@ -33,8 +33,8 @@ from eval.verify import walk
 from models.capture import Steps
 from models.eagle3 import Eagle3
 from models.target import Target, choose_device, choose_dtype, padded
-from recipes.cli import entry
 from models.weights import weights_hash
+from recipes.cli import entry
 from recipes.files import make_folder, sha256_json, write_json
 from recipes.schema import Recipe, UserError
 

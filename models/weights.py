@@ -78,6 +78,20 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return found
 
 
+def target_table(folder: Path, ending: str) -> Tensor | None:
+    """The tensor of a target's safetensors files whose name ends so (`embed_tokens.weight`, `lm_head.weight`)."""
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                for name in list(file.keys()):
+                    if name == ending or name.endswith(f".{ending}"):
+                        table: Tensor = file.get_tensor(name)
+                        return table
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"target: {path} cannot be read: {error}") from error
+    return None
+
+
 def _unpickled(path: Path) -> dict[str, Tensor]:
     try:
         loaded: Any = torch.load(path, map_location="cpu", weights_only=True)

@@ -12,8 +12,13 @@ def entry(main: Callable[[Recipe], None], argv: list[str] | None = None) -> None
     if {"-h", "--help"} & set(argv):
         print(usage())
         return
+    told(lambda: main(load(argv)))
+
+
+def told(run: Callable[[], None]) -> None:
+    """Run; a UserError becomes one screen on stderr and exit code 2."""
     try:
-        main(load(argv))
+        run()
     except UserError as error:
         _stop(str(error))
     except PermissionError as error:

@@ -30,13 +30,14 @@ from data_prep.prompts import Prompt, load_prompts
 from data_prep.run import Prepared, load_prepared, prepare
 from data_prep.sources import SourceCost, check_sources
 from eval import harness
-from models.eagle3 import Eagle3, Eagle3Config
-from models.layouts import save_drafter
+from models.eagle3 import Eagle3
+from models.layouts import default_layout, save_drafter
 from models.source import Source, resolve
 from models.target import Target, check_taps, choose_device, choose_dtype, load_target
 from recipes.cli import entry
 from recipes.files import make_folder, read_json, run_folder, write_json, write_text
 from recipes.schema import Recipe, UserError, save
+from train import warm_start
 from train.checkpoint import State, Store, refuse_change, run_identity
 from train.cost import kept_features, training_cost, use_bf16
 from train.loop import Loop, make_accelerator
@@ -53,7 +54,9 @@ def main(recipe: Recipe) -> None:
     if recipe.dry_run:
         # looking at any other kind of target may download or convert it: too much here
         if Path(recipe.target.path).expanduser().is_dir():
-            check_taps(recipe.target.taps, resolve(recipe.target).n_layers)
+            source = resolve(recipe.target)
+            check_taps(recipe.target.taps, source.n_layers)
+            warm_start.check_start(recipe, source)
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         print(SourceCost.table(costs))
         print("\n".join(expected(recipe, SourceCost.load(costs))))
@@ -67,6 +70,7 @@ def main(recipe: Recipe) -> None:
     make_folder(folder)
     if finished(recipe, folder, source):
         return
+    warm_start.check_start(recipe, source)
     torch.manual_seed(recipe.seed)
     device = local_device(recipe)
     dtype = choose_dtype(recipe.target.dtype, device)
@@ -76,12 +80,13 @@ def main(recipe: Recipe) -> None:
     accelerator = make_accelerator(device, recipe.train.clip)
     told = broadcast_object_list([str(prepared.folder) if prepared else ""])
     prepared = prepared or shared(Path(told[0]))
+    drafter, prepared = warm_start.make_drafter(recipe, target, prepared)
     identity = identify(recipe, source, prepared)
     if accelerator.is_main_process:
+        if recipe.eagle.init_from:
+            print(warm_start.describe(recipe, source, prepared), flush=True)
         Store(folder, prepared.vocab).resume(identity)  # refuses another run before anything of this one is written
         begin(recipe, folder, source, prepared)
-    drafter = Eagle3(Eagle3Config.from_target(target, prepared.vocab), prepared.vocab)
-    drafter.init_from_target(target)
     steps, decay = recipe.eagle.unroll_steps, recipe.eagle.step_decay
     bf16 = use_bf16(recipe, device)
     teacher = loader(recipe, target)(torch.bfloat16) if bf16 and device.type == "cpu" else target
@@ -176,6 +181,9 @@ def export(recipe: Recipe, folder: Path, source: Source, prepared: Prepared, dra
         "step": step,
         "validation_tau": state.scores.get(step),
     }
+    only_vllm = default_layout(drafter.config)[1]
+    if only_vllm:
+        print(only_vllm, flush=True)
     save_drafter(drafter, folder / "drafter", papers)
 
 

@@ -8,7 +8,7 @@ import pytest
 from recipes import cli
 from recipes.schema import Recipe, UserError, known_keys, load, recipe_names, save
 
-DELIVERED = ["llama3", "qwen3", "qwen3-0.6b", "smollm2", "smollm2-gpu"]
+DELIVERED = ["llama3", "qwen3", "qwen3-0.6b", "smollm2", "smollm2-eagle31", "smollm2-gpu"]
 
 
 def refusal(*argv: str) -> str:

@@ -1,0 +1,150 @@
+"""Write a drafter, of whatever layout, in the layout of an engine.
+
+    python -m models.export drafter=DIR layout=vllm|sglang|speculators|portable out=DIR
+
+    target=PATH         of the drafter, where its provenance does not name it or speculators needs another name
+    serving_length=N    tokens that the engine will be started with; else the target's positions, where it is at hand
+    dry_run=true        check all of it, write nothing
+
+What the layout can't express is refused with the reason; nothing is left out or changed.
+"""
+
+import difflib
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.eagle3 import Eagle3Config
+from models.imports import Stored
+from models.layout_tables import LAYOUTS, SPECULATORS, why_not
+from models.layouts import Verifier, check_drafter, find_drafter, read_drafter, read_provenance, save_drafter
+from models.source import Source, resolve
+from models.weights import target_table
+from recipes.cli import told
+from recipes.files import read_json
+from recipes.schema import TargetConfig, UserError
+
+
+@dataclass(frozen=True)
+class Request:
+    drafter: str = ""
+    layout: str = ""
+    out: str = ""
+    target: str = ""
+    serving_length: str = ""
+    dry_run: str = "false"
+
+
+def parse(argv: list[str]) -> Request:
+    known = [f.name for f in fields(Request)]
+    given: dict[str, str] = {}
+    for argument in argv:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            raise UserError(f"argument {argument!r} is not of the form key=value. Keys: {', '.join(known)}")
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+            hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}"
+            raise UserError(f"unknown key {key!r}. {hint}")
+        given[key] = value
+    request = Request(**given)
+    missing = [f"{key}=" for key in ("drafter", "layout", "out") if not getattr(request, key)]
+    if missing:
+        raise UserError(f"give {' '.join(missing)} (layout: one of {', '.join(LAYOUTS)})")
+    if request.layout not in LAYOUTS:
+        raise UserError(f"layout={request.layout} is not one of {', '.join(LAYOUTS)}")
+    if request.serving_length and not (request.serving_length.isdigit() and int(request.serving_length) > 0):
+        raise UserError(f"serving_length={request.serving_length!r} must be a whole number above 0")
+    if request.dry_run not in ("true", "false"):
+        raise UserError(f"dry_run={request.dry_run} must be true or false")
+    return request
+
+
+def run(request: Request) -> None:
+    folder = find_drafter(request.drafter)
+    if Path(request.out).expanduser().resolve() == folder.resolve():
+        raise UserError(f"out={request.out} is the drafter itself: give another folder")
+    papers = read_provenance(folder)
+    stored = check_drafter(folder, papers.get("fingerprint"), quiet=True)
+    source = find_target(request, stored, papers)
+    fingerprint = source.fingerprint if source else papers.get("fingerprint")
+    layers = source.n_layers if source else papers.get("target_layers")
+    if not fingerprint or not isinstance(layers, int):
+        raise UserError(f"drafter={folder} does not say which target it is for: give target=")
+    check_drafter(folder, fingerprint, layers, source.sizes if source else None, quiet=True)
+    config = stored.config(layers)
+    refuse(request, stored, config, source)
+    about = f"{config.draft_vocab_size} of {config.vocab_size} tokens, taps {list(config.taps)}"
+    if request.dry_run == "true":
+        print(f"dry_run: true\n{folder} ({about}) can be written for {request.layout}; nothing was")
+        return
+    embedding, head = tables(source, stored, request.layout)
+    drafter = read_drafter(stored, layers, embedding, head)
+    verifier = None
+    if request.layout == SPECULATORS:
+        assert source is not None and embedding is not None, "`refuse` has looked"
+        architectures = read_json(source.folder / "config.json", "target")["architectures"]
+        name = source.name if not source.name.startswith("package:") and not source.name.endswith(".gguf") else ""
+        verifier = Verifier(name or str(source.folder), architectures, embedding)
+    papers |= {"fingerprint": fingerprint, "exported": {"from": str(folder), "layout": request.layout}}
+    save_drafter(drafter, Path(request.out).expanduser(), papers, stored.dtype, request.layout, verifier)
+    print(f"{request.out}: {about}, for {request.layout}")
+
+
+def find_target(request: Request, stored: Stored, papers: dict[str, Any]) -> Source | None:
+    """The target where it is named, or needed and named by the drafter's provenance."""
+    path = request.target
+    needed = request.layout == SPECULATORS or "embed_tokens.weight" in stored.names or stored.borrows_head
+    if not path and needed:
+        path = (papers.get("target") or {}).get("path", "")
+        if not path:
+            what = "the speculators layout names it and holds its embedding"
+            why = what if request.layout == SPECULATORS else "its embedding or head stands for the drafter's"
+            raise UserError(f"drafter={stored.folder}: give target=, since {why}")
+    return resolve(TargetConfig(path=path)) if path else None
+
+
+def refuse(request: Request, stored: Stored, config: Eagle3Config, source: Source | None) -> None:
+    """Everything for which the layout, or an engine that serves it, would not do."""
+    reasons = why_not(config, request.layout)
+    if stored.window is not None:
+        reasons.append(f"a sliding window of {stored.window} tokens, which this version does not write")
+    if request.serving_length:
+        length = int(request.serving_length)
+    else:
+        raw = read_json(source.folder / "config.json", "target") if source else {}
+        length = raw.get("text_config", raw).get("max_position_embeddings", 0)
+    if config.max_position_embeddings < length:
+        reasons.append(
+            f"its max_position_embeddings is {config.max_position_embeddings}, below the {length} that will be served: "
+            f"engines crash or slow down there. Serve no more (serving_length={config.max_position_embeddings}; "
+            f"vLLM --max-model-len, SGLang --context-length), or train one for longer text"
+        )
+    if reasons:
+        raise UserError(f"layout={request.layout} cannot express {stored.folder}: {'; '.join(reasons)}")
+
+
+def tables(source: Source | None, stored: Stored, layout: str) -> tuple[Tensor | None, Tensor | None]:
+    """The target's embedding and head, where the drafter or its new layout needs them."""
+    if source is None or not (layout == SPECULATORS or "embed_tokens.weight" in stored.names or stored.borrows_head):
+        return None, None
+    embedding = target_table(source.folder, "embed_tokens.weight")
+    head = target_table(source.folder, "lm_head.weight") if stored.borrows_head else None
+    if embedding is None:
+        raise UserError(f"target {source.name}: no embedding found in {source.folder}")
+    return embedding.to(torch.float32), embedding if stored.borrows_head and head is None else head
+
+
+def main(argv: list[str]) -> None:
+    if {"-h", "--help"} & set(argv):
+        print((__doc__ or "").strip())
+        return
+    run(parse(argv))
+
+
+if __name__ == "__main__":
+    told(lambda: main(sys.argv[1:]))

@@ -1,0 +1,178 @@
+"""`python -m models.export`: a drafter of any layout becomes one of an engine's, or is refused with the reason."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from models.export import main
+from models.layouts import load_drafter, save_drafter
+from models.target import Target
+from recipes.schema import UserError
+from tests.models.test_golden import verifier
+from tests.models.test_imports import edit, same
+from tests.tiny import tiny_drafter
+
+ROOT = Path(__file__).resolve().parents[2]
+KEPT = [i for i in range(320) if i % 3]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_target: Callable[..., Any]) -> Target:
+    found: Target = tiny_target("llama")
+    return found
+
+
+def made(target: Target, folder: Path, kept: list[int] | None = None, **flags: bool) -> Path:
+    papers = {"fingerprint": target.fingerprint, "target": {"path": str(target.folder)}, "seed": 7}
+    save_drafter(tiny_drafter(target, kept or KEPT, **flags), folder, papers)
+    return folder
+
+
+def export(folder: Path, layout: str, out: Path, *more: str) -> None:
+    main([f"drafter={folder}", f"layout={layout}", f"out={out}", *more])
+
+
+def refusal(folder: Path, layout: str, out: Path, *more: str) -> str:
+    with pytest.raises(UserError) as caught:
+        export(folder, layout, out, *more)
+    assert not out.exists() and len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+def test_every_layout_from_every_layout(target: Target, tmp_path: Path) -> None:
+    first = made(target, tmp_path / "first", fc_norm=True, norm_output=True)
+    before = load_drafter(first, target)
+    now = first
+    for i, layout in enumerate(("vllm", "speculators", "sglang", "speculators", "portable", "vllm")):
+        export(now, layout, tmp_path / f"{i}")
+        now = tmp_path / f"{i}"
+        same(load_drafter(now, target), before)
+    papers = json.loads((now / "provenance.json").read_text())
+    assert papers["fingerprint"] == target.fingerprint and papers["seed"] == 7
+    assert papers["exported"] == {"from": str(tmp_path / "4"), "layout": "vllm"}
+
+
+def test_the_speculators_layout_takes_embedding_and_name_from_the_target(target: Target, tmp_path: Path) -> None:
+    export(made(target, tmp_path / "d", norm_before_residual=True), "speculators", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    said = config["speculators_config"]["verifier"]
+    assert said == {"name_or_path": str(target.folder), "architectures": ["LlamaForCausalLM"]}
+    assert config["norm_before_residual"] is True
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(tensors["embed_tokens.weight"], target.embed_weight)
+
+
+def test_the_stored_precision_is_kept(target: Target, tmp_path: Path) -> None:
+    papers = {"fingerprint": target.fingerprint}
+    save_drafter(tiny_drafter(target, KEPT), tmp_path / "d", papers, torch.bfloat16)
+    export(tmp_path / "d", "sglang", tmp_path / "out")
+    one, other = (load_file(tmp_path / f / "model.safetensors") for f in ("d", "out"))
+    assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"norm_before_residual": True}, "norm_before_residual: SGLang's residual stream"),
+        ({"qk_norm": True}, "qk_norm: SGLang's drafter has no norms"),
+    ],
+)
+def test_what_sglang_has_not_is_refused(target: Target, tmp_path: Path, flags: dict[str, bool], reason: str) -> None:
+    assert reason in refusal(made(target, tmp_path / "d", **flags), "sglang", tmp_path / "out")
+
+
+def test_taps_and_layers_that_sglang_has_not_are_refused(tiny_target: Callable[..., Any], tmp_path: Path) -> None:
+    low: Target = tiny_target("llama", taps=[0, 3, 6])
+    folder = made(low, tmp_path / "d")
+    assert "h[0], which SGLang cannot capture" in refusal(folder, "sglang", tmp_path / "out")
+    export(folder, "vllm", tmp_path / "vllm")
+    edit(folder, {"num_hidden_layers": 2})
+    assert "2 layers; only one-layer drafters are portable" in refusal(folder, "sglang", tmp_path / "out")
+    edit(folder, {"num_hidden_layers": 1, "eagle_aux_hidden_state_layer_ids": [2, 4, 8]})
+    assert "must lie in 0..7" in refusal(folder, "vllm", tmp_path / "out")
+    edit(folder, {"tie_word_embeddings": True})
+    assert "SGLang would take the embedding for the head" in refusal(folder, "sglang", tmp_path / "out")
+
+
+def test_a_head_missing_from_a_reduced_vocabulary_is_refused(target: Target, tmp_path: Path) -> None:
+    folder = made(target, tmp_path / "d")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    assert "random logits" in refusal(folder, "sglang", tmp_path / "out")
+
+
+def test_a_drafter_shorter_than_what_is_served_is_refused(target: Target, tmp_path: Path) -> None:
+    folder = made(target, tmp_path / "d")
+    given = f"target={target.folder}"
+    assert "512, below the 8192" in refusal(folder, "vllm", tmp_path / "out", "serving_length=8192")
+    edit(folder, {"max_position_embeddings": 256})
+    assert "256, below the 512" in refusal(folder, "vllm", tmp_path / "out", given)
+    export(folder, "vllm", tmp_path / "out", given, "serving_length=256")
+
+
+def test_a_sliding_window_is_refused_rather_than_dropped(target: Target, tmp_path: Path) -> None:
+    folder = made(target, tmp_path / "d")
+    edit(folder, {"layer_types": ["sliding_attention"], "sliding_window": 64})
+    assert "sliding window of 64" in refusal(folder, "vllm", tmp_path / "out")
+
+
+def test_a_drafter_of_no_known_target_asks_for_it(target: Target, tmp_path: Path) -> None:
+    folder = made(target, tmp_path / "d")
+    (folder / "provenance.json").unlink()
+    assert "give target=" in refusal(folder, "vllm", tmp_path / "out")
+    assert "give target=" in refusal(folder, "speculators", tmp_path / "out")
+    export(folder, "vllm", tmp_path / "out", f"target={target.folder}")
+    papers = json.loads((tmp_path / "out" / "provenance.json").read_text())
+    assert papers["fingerprint"] == target.fingerprint and papers["target_layers"] == 8
+
+
+def test_another_target_and_its_own_embedding_are_refused(
+    tiny_target: Callable[..., Any], target: Target, tmp_path: Path
+) -> None:
+    folder = made(target, tmp_path / "d")
+    other: Target = tiny_target("llama", seed=1)
+    assert "another target" in refusal(folder, "vllm", tmp_path / "out", f"target={other.folder}")
+    papers = {"fingerprint": target.fingerprint, "target": {"path": str(target.folder)}}
+    save_drafter(tiny_drafter(target), tmp_path / "s", papers, layout="speculators", verifier=verifier(other))
+    assert "is not the target's" in refusal(tmp_path / "s", "vllm", tmp_path / "out")
+
+
+def test_a_dry_run_writes_nothing(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    export(made(target, tmp_path / "d"), "sglang", tmp_path / "out", "dry_run=true")
+    assert "dry_run: true" in capsys.readouterr().out and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "give drafter= layout= out="),
+        (["drafter=a", "layout=tgi", "out=b"], "layout=tgi is not one of portable, vllm, sglang, speculators"),
+        (["drafer=a"], "unknown key 'drafer'. Did you mean 'drafter'?"),
+        (["a"], "not of the form key=value"),
+        (["drafter=./nothing", "layout=vllm", "out=b"], "no such folder"),
+        (["drafter=a", "layout=vllm", "out=b", "serving_length=long"], "serving_length='long'"),
+        (["drafter=a", "layout=vllm", "out=b", "dry_run=maybe"], "dry_run=maybe"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(arguments: list[str], words: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "models.export", *arguments],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_drafter_is_not_overwritten_by_its_export(target: Target, tmp_path: Path) -> None:
+    folder = made(target, tmp_path / "d")
+    with pytest.raises(UserError, match="is the drafter itself"):
+        export(folder, "vllm", folder)

@@ -1,0 +1,95 @@
+"""Training that starts from another drafter, of any layout and any trainer, instead of from the target's last layer.
+
+It may come from another target of the same sizes (say, before that was fine-tuned). Its flags and taps are the
+recipe's; its vocabulary is kept, or replaced by the data's if `eagle.init_vocab` says so.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from data_prep.run import Prepared
+from data_prep.vocabulary import coverage
+from models.eagle3 import Eagle3, Eagle3Config
+from models.layouts import check_drafter, find_drafter, load_drafter, read_provenance
+from models.source import Source
+from models.target import Target, check_taps
+from models.vocab import VocabMap
+from recipes.schema import EagleConfig, Recipe, UserError
+
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
+
+
+def flags(cfg: EagleConfig) -> dict[str, bool]:
+    return {name: getattr(cfg, name) for name in FLAGS}
+
+
+def check_start(recipe: Recipe, source: Source) -> None:
+    """Refuse, before data are made or weights load, a drafter that can't be gone on from as the recipe says."""
+    if not recipe.eagle.init_from:
+        return
+    folder = find_drafter(recipe.eagle.init_from, "eagle.init_from")
+    config = check_drafter(folder, None, source.n_layers, source.sizes).config(source.n_layers)
+    where = f"eagle.init_from={recipe.eagle.init_from}"
+    other = [f"eagle.{name}={str(getattr(config, name)).lower()}" for name in FLAGS]
+    other = [
+        said for name, said in zip(FLAGS, other, strict=True) if getattr(config, name) != flags(recipe.eagle)[name]
+    ]
+    if other:
+        raise UserError(f"{where} was trained with other norms than the recipe says: give {' '.join(other)}")
+    if config.taps != check_taps(recipe.target.taps, source.n_layers):
+        taps = ",".join(map(str, config.taps))
+        raise UserError(f"{where} reads the target's states [{taps}]: give target.taps=[{taps}]")
+
+
+def make_drafter(recipe: Recipe, target: Target, prepared: Prepared) -> tuple[Eagle3, Prepared]:
+    """The drafter to train, and the data with the vocabulary that it speaks."""
+    cfg = recipe.eagle
+    if not cfg.init_from:
+        drafter = Eagle3(Eagle3Config.from_target(target, prepared.vocab, **flags(cfg)), prepared.vocab)
+        drafter.init_from_target(target)
+        return drafter, prepared
+    folder = find_drafter(cfg.init_from, "eagle.init_from")
+    drafter = load_drafter(folder, target, start=True).train()
+    if cfg.init_vocab == "replace":
+        return with_vocab(drafter, prepared.vocab, target), prepared
+    return drafter, replace(prepared, vocab=drafter.vocab, report=_covered_by(prepared, drafter.vocab))
+
+
+def with_vocab(drafter: Eagle3, vocab: VocabMap, target: Target) -> Eagle3:
+    """The drafter with another vocabulary: a token's row of the head is its own if it could say it, else the
+    target's."""
+    changed = Eagle3(replace(drafter.config, draft_vocab_size=vocab.size), vocab).to(target.device)
+    own = drafter.vocab.to_draft(vocab.kept_ids).to(target.device)
+    theirs = target.head_weight[vocab.kept_ids.to(target.device)].float()
+    with torch.no_grad():
+        head = torch.where((own >= 0).unsqueeze(1), drafter.lm_head.weight[own.clamp(min=0)], theirs)
+    changed.load_state_dict({**drafter.state_dict(), "lm_head.weight": head})
+    return changed
+
+
+def _covered_by(prepared: Prepared, vocab: VocabMap) -> dict[str, Any]:
+    """The data's report with this vocabulary in it."""
+    vocabulary = {
+        "draft": vocab.size,
+        "target": len(vocab.t2d),
+        "hash": vocab.hash(),
+        "coverage": coverage(prepared.train, vocab),
+        "coverage_validation": coverage(prepared.validation, vocab),
+    }
+    return prepared.report | {"vocabulary": vocabulary}
+
+
+def describe(recipe: Recipe, source: Source, prepared: Prepared) -> str:
+    """One line on where a warm start comes from and which tokens it can say."""
+    folder: Path = find_drafter(recipe.eagle.init_from, "eagle.init_from")
+    stated = read_provenance(folder).get("fingerprint")
+    whose = {None: "of an unnamed target", source.fingerprint: "of this target"}.get(stated, "of another target")
+    vocabulary = prepared.report["vocabulary"]
+    return (
+        f"starting from the drafter in {folder} ({whose}); vocabulary "
+        f"{'kept' if recipe.eagle.init_vocab == 'keep' else 'replaced'}: {vocabulary['draft']:,} of "
+        f"{vocabulary['target']:,} tokens, {vocabulary['coverage']['overall']:.2%} of the training tokens"
+    )
