@@ -7,7 +7,7 @@ import torch
 
 from data_prep.probe import target_config, training_dtype
 from models.target import choose_device
-from recipes.schema import Recipe
+from recipes.schema import EagleConfig, Recipe
 
 
 def use_bf16(recipe: Recipe, device: torch.device) -> bool:
@@ -21,14 +21,15 @@ def kept_features(recipe: Recipe) -> int:
     return recipe.train.keep_features_mb * 2**20 if again and choose_device(recipe.device).type == "cpu" else 0
 
 
-def parameters(config: dict[str, Any], draft_vocab: int, taps: int) -> int:
+def parameters(config: dict[str, Any], eagle: EagleConfig, taps: int) -> int:
     """Trained parameters of an Eagle3 for a target with this config."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
     kv = int(config.get("num_key_value_heads") or heads)
     head = int(config.get("head_dim") or hidden // heads)
     attention = 2 * hidden * (heads + 2 * kv) * head + heads * head * hidden
-    vocab = draft_vocab or int(config["vocab_size"])
-    return hidden * (taps * hidden + 3 * int(config["intermediate_size"]) + vocab + 4) + attention
+    vocab = eagle.draft_vocab or int(config["vocab_size"])
+    gains = (4 + taps * (eagle.fc_norm or eagle.norm_before_fc)) * hidden + 2 * head * eagle.qk_norm
+    return hidden * (taps * hidden + 3 * int(config["intermediate_size"]) + vocab) + attention + gains
 
 
 def training_cost(recipe: Recipe, prompts: int) -> str:
@@ -44,7 +45,7 @@ def training_cost(recipe: Recipe, prompts: int) -> str:
     if found is None:
         return "\n".join([*lines, "  drafter and memory: not known before the target is fetched"])
     config = found.to_dict()
-    size = parameters(config, recipe.eagle.draft_vocab, taps)
+    size = parameters(config, recipe.eagle, taps)
     wide = 2 if use_bf16(recipe, choose_device(recipe.device)) else 4
     # one gradient of the logits for each unroll step, the teacher's, and a working copy
     logits = (recipe.eagle.unroll_steps + 2) * t.micro_batch_tokens * wide

@@ -157,6 +157,7 @@ def provenance(recipe: Recipe, source: Source, prepared: Prepared) -> dict[str, 
         "conditions": prepared.report["conditions"],
         "data": {"hash": prepared.report["hash"], "folder": str(prepared.folder.resolve())},
         "vocabulary": prepared.report["vocabulary"],
+        "init_from": recipe.eagle.init_from,
         "seed": recipe.seed,
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in VERSIONS}},
     }

@@ -5,12 +5,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from eval import run, tune
 from eval.matrix import SuccessorMatrix
 from eval.matrix_file import save_matrix
+from models.layouts import Verifier, save_drafter
+from models.target import load_target
 from recipes.cli import entry
+from recipes.schema import TargetConfig
 from tests.eval.world import World
+from tests.tiny import tiny_drafter
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +66,25 @@ def test_a_broken_prompt_line_is_named(world: World, capsys: pytest.CaptureFixtu
     broken = world.folder / "broken.jsonl"
     broken.write_text('{"id": "a", "turns": ["hi"]}\n{"id": "b", "turns": \n')
     assert "line 2" in refused(world, capsys, f"prompts={broken}")
+
+
+@pytest.mark.parametrize("layout", ["sglang", "speculators"])
+def test_a_drafter_of_another_layout_is_measured_with_the_states_that_it_reads(
+    world: World, tmp_path: Path, layout: str
+) -> None:
+    """Its taps are its own, whatever the recipe says; EAGLE 3.1's norms; lossless, so decoded as it should be."""
+    cfg = TargetConfig(path=str(world.folder / "target"), taps=[1, 3, 6])
+    target = load_target(cfg, "cpu", torch.float32)
+    drafter = tiny_drafter(target, list(range(0, 320, 2)), fc_norm=True, norm_output=True)
+    verifier = Verifier("some/target", ["LlamaForCausalLM"], target.embed_weight)
+    papers = {"fingerprint": target.fingerprint}
+    save_drafter(drafter, tmp_path / "d", papers, layout=layout, verifier=verifier)
+    given = world.arguments(f"drafter={tmp_path / 'd'}", f"out={tmp_path / 'out'}", "decoder=chain")
+    entry(run.main, [*given, "eval.limit=2"])
+    overall = json.loads((tmp_path / "out" / "results.json").read_text())["overall"]
+    assert overall["prompts"] == 2
+    lossless = overall["lossless"]
+    assert lossless["checked"] == 2 and lossless["identical"] + lossless["near_ties"] == 2
 
 
 def test_a_drafter_for_another_target_is_refused(

@@ -163,13 +163,17 @@ def test_a_dry_run_writes_nothing(target: Target, tmp_path: Path, capsys: pytest
         (["drafter=a", "layout=vllm", "out=b", "dry_run=maybe"], "dry_run=maybe"),
     ],
 )
-def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(arguments: list[str], words: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "models.export", *arguments],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
+def test_a_mistake_is_told_in_one_line(arguments: list[str], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        main(arguments)
+    assert words in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_a_mistake_on_the_command_line_ends_in_exit_code_2(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "models.export", "drafter=./nothing", "layout=vllm", f"out={tmp_path / 'out'}"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2 and done.stderr.startswith("error: drafter=./nothing: no such folder")
+    assert len(done.stderr.splitlines()) == 1 and list(tmp_path.iterdir()) == []
 
 
 def test_the_drafter_is_not_overwritten_by_its_export(target: Target, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.eagle3 import Eagle3
-from models.layout_tables import FLAGS, LAYOUTS, why_not
-from models.layouts import find_drafter, load_drafter, read_drafter, save_drafter
+from models.layout_tables import LAYOUTS, why_not
+from models.layouts import find_drafter, load_drafter, save_drafter
 from models.target import Target
 from models.vocab import VocabMap
 from recipes.schema import UserError
@@ -266,9 +266,3 @@ def test_a_hub_id_is_fetched_and_a_missing_one_is_told(
         find_drafter("someone/eagle3")
     with pytest.raises(UserError, match="no such folder, nor a hub id"):
         find_drafter("runs/nothing/drafter")
-
-
-def test_flags_named_by_the_tables_are_the_configs(target: Target) -> None:
-    config = tiny_drafter(target, **dict.fromkeys(("norm_before_residual", "fc_norm", "norm_output"), True)).config
-    assert [flag for flag in FLAGS if getattr(config, flag)] == ["norm_before_residual", "fc_norm", "norm_output"]
-    assert callable(read_drafter)

@@ -148,6 +148,7 @@ def test_a_value_of_the_wrong_type_is_refused_by_key(given: str, key: str) -> No
         "data.sources.chat.openings=[]",
         "eagle.step_decay=0",
         "eagle.unroll_steps=0",
+        "eagle.init_vocab=mine",
     ],
 )
 def test_a_value_that_no_command_could_honour_is_refused_by_key(given: str) -> None:
@@ -155,6 +156,17 @@ def test_a_value_that_no_command_could_honour_is_refused_by_key(given: str) -> N
     assert any(
         line.startswith(f"  {key}=") and "must be" in line for line in refusal("recipe=smollm2", given).splitlines()
     )
+
+
+def test_the_taps_have_one_sort_of_norm() -> None:
+    message = refusal("recipe=smollm2-eagle31", "eagle.norm_before_fc=true")
+    assert "eagle.norm_before_fc=True: must be false beside eagle.fc_norm" in message
+
+
+def test_eagle_3_1_differs_from_the_default_recipe_by_its_flags_alone() -> None:
+    recipe, plain = load(["recipe=smollm2-eagle31"]), load(["recipe=smollm2"])
+    assert recipe.eagle == dataclasses.replace(plain.eagle, fc_norm=True, norm_output=True)
+    assert dataclasses.replace(recipe, recipe=plain.recipe, eagle=plain.eagle) == plain
 
 
 def test_all_broken_values_are_named_at_once() -> None:

@@ -32,7 +32,8 @@ def lines(language: str) -> list[str]:
 
 
 COMMANDS = lines("sh")
-PROGRAMS = [c for c in COMMANDS if not c.startswith("scripts/")]
+ALONE = [c for c in COMMANDS if c.startswith("python -m models.")]  # these take no recipe
+PROGRAMS = [c for c in COMMANDS if not c.startswith("scripts/") and c not in ALONE]
 LOCAL = [c for c in PROGRAMS if "recipe=smollm2" in c]
 HUB = [c for c in PROGRAMS if c not in LOCAL]
 
@@ -100,6 +101,15 @@ def test_documented_command_runs_dry_from_another_folder(command: str, folder: P
     assert done.returncode == 0, done.stderr
     assert "dry_run: true" in done.stdout
     assert files(folder) == before, "a dry run writes nothing"
+
+
+@pytest.mark.parametrize("command", ALONE)
+def test_documented_command_without_a_recipe_runs_from_another_folder(command: str, folder: Path) -> None:
+    done = run(shlex.split(command), folder)
+    assert done.returncode == 0, done.stderr
+    for word in overrides(command):
+        if word.startswith("out="):
+            assert (folder / word.removeprefix("out=") / "config.json").is_file()
 
 
 @pytest.mark.parametrize("command", [c for c in PROGRAMS if c.startswith("accelerate ")])

@@ -1,5 +1,6 @@
 """The entry point, from a prompt file to a measured drafter, on a tiny random target."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ from models.eagle3 import Eagle3, Eagle3Config
 from models.layouts import load_drafter
 from models.target import Target
 from models.vocab import VocabMap
-from recipes.schema import Recipe, UserError, load
+from recipes.schema import EagleConfig, Recipe, UserError, load
 from tests.train.reading import curve
 from train.checkpoint import Store
 from train.cost import parameters
@@ -144,12 +145,16 @@ def test_dry_run_prints_cost_and_writes_nothing(
     assert not (tmp_path / "none").exists()
 
 
-def test_parameters_are_counted_right(target: Target) -> None:
-    vocab = VocabMap.from_ids(list(range(200)), target.vocab_size)
-    drafter = Eagle3(Eagle3Config.from_target(target, vocab), vocab)
-    assert parameters(target.config.to_dict(), 200, 3) == sum(p.numel() for p in drafter.parameters())
+@pytest.mark.parametrize(
+    "on", [(), ("fc_norm", "qk_norm"), ("norm_before_fc",), ("norm_output", "norm_before_residual")]
+)
+def test_parameters_are_counted_right(target: Target, on: tuple[str, ...]) -> None:
+    flags, vocab = dict.fromkeys(on, True), VocabMap.from_ids(list(range(200)), target.vocab_size)
+    drafter, cfg = Eagle3(Eagle3Config.from_target(target, vocab, **flags), vocab), EagleConfig(draft_vocab=200)
+    cfg = dataclasses.replace(cfg, **flags)
+    assert parameters(target.config.to_dict(), cfg, 3) == sum(p.numel() for p in drafter.parameters())
     config: dict[str, Any] = AutoConfig.for_model("qwen3", hidden_size=64, num_attention_heads=4, head_dim=32).to_dict()
-    assert parameters(config, 0, 3) > parameters(config, 200, 3)
+    assert parameters(config, EagleConfig(draft_vocab=0), 3) > parameters(config, cfg, 3)
 
 
 def command(*arguments: str, cwd: Path, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
