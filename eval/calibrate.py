@@ -223,7 +223,7 @@ def joined(logs: Sequence[Log]) -> Log:
 
 def main(recipe: Recipe) -> None:
     """Calibrate, and store gates and matrix beside the drafter."""
-    from eval.run import check_belongs, drafter_folder, dtype_name, load
+    from eval.run import check_belongs, drafter_folder, dtype_name, existing_drafter, load
 
     check_settings(recipe)
     choose_dtype(dtype_name(recipe), choose_device(recipe.device))
@@ -233,7 +233,7 @@ def main(recipe: Recipe) -> None:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         print(f"{len(prompts)} validation prompts, {TOKENS} tokens each; {FILE} and {MATRIX_FILE} go to {folder}")
         return
-    make_folder(folder)  # writable?
+    folder = make_folder(existing_drafter(recipe))  # writable?
     target, drafter, folder = load(recipe)
     record, matrix = calibrate(recipe, target, drafter, prompts)
     record["drafter"] = weights_hash(folder)

@@ -18,7 +18,7 @@ from eval.matrix_file import is_file, read_matrix
 from eval.outcome import disjoint, warmup_prompts
 from eval.plan import Entry, batch_sizes, check_settings, describe, plan, warm_prompts
 from models.eagle3 import Eagle3
-from models.layouts import check_drafter, find_drafter, load_drafter, read_provenance
+from models.layouts import check_drafter, find_drafter, load_drafter, on_the_hub, read_provenance
 from models.source import resolve
 from models.target import Target, choose_device, choose_dtype, load_target
 from recipes.cli import entry
@@ -107,6 +107,9 @@ def check_belongs(recipe: Recipe) -> None:
     if recipe.dry_run and not recipe.drafter and not folder.is_dir():
         print(f"no drafter in {folder} yet")
         return
+    if recipe.dry_run and on_the_hub(recipe.drafter):
+        print(f"drafter={recipe.drafter} will be fetched from the hub")
+        return
     if recipe.dry_run and not Path(recipe.target.path).expanduser().is_dir():
         check_drafter(existing_drafter(recipe), read_provenance(folder).get("fingerprint", ""))
     else:
@@ -154,7 +157,7 @@ def existing_drafter(recipe: Recipe) -> Path:
     folder = drafter_folder(recipe)
     if folder.is_dir():
         return folder
-    if recipe.drafter and not recipe.dry_run:
+    if recipe.drafter:
         return find_drafter(recipe.drafter)
     raise UserError(f"drafter={folder}: no such folder. Train one (train/eagle.py) or give drafter=DIR")
 

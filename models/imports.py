@@ -184,6 +184,8 @@ def _rope(c: dict[str, Any], refuse: Refuse) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise refuse(f"rope_parameters={given!r} is no mapping")
     kind = given.get("rope_type", given.get("type", "default"))
+    if given.get("partial_rotary_factor", 1) != 1:
+        raise refuse(f"partial_rotary_factor={given['partial_rotary_factor']!r} set, which this version cannot decode")
     if kind not in ROPES:
         raise refuse(f"rope_type={kind!r} is not known here; known: {', '.join(ROPES)}")
     theta = given.get("rope_theta", c.get("rope_theta") or 10000.0)

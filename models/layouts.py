@@ -81,10 +81,15 @@ def save_drafter(
         write_json(aside / "provenance.json", {**provenance, "target_layers": drafter.config.target_layers})
 
 
+def on_the_hub(name: str) -> bool:
+    """Whether the name is a hub id (OWNER/NAME) and nothing on this machine."""
+    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
+
+
 def find_drafter(name: str, what: str = "drafter") -> Path:
     """The folder, or the hub's snapshot where there is no such folder; pickled weights only if it has no others."""
-    folder = Path(name).expanduser()
-    if folder.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if not on_the_hub(name):
+        folder = Path(name).expanduser()
         if not folder.is_dir():
             raise UserError(f"{what}={name}: no such folder, nor a hub id (OWNER/NAME)")
         return folder

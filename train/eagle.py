@@ -54,9 +54,10 @@ def main(recipe: Recipe) -> None:
     if recipe.dry_run:
         # looking at any other kind of target may download or convert it: too much here
         if Path(recipe.target.path).expanduser().is_dir():
-            source = resolve(recipe.target)
-            check_taps(recipe.target.taps, source.n_layers)
-            warm_start.check_start(recipe, source)
+            check_taps(recipe.target.taps, resolve(recipe.target).n_layers)
+            warm_start.check_start(recipe, resolve(recipe.target))
+        else:
+            warm_start.check_start(recipe, None)
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         print(SourceCost.table(costs))
         print("\n".join(expected(recipe, SourceCost.load(costs))))
@@ -67,10 +68,10 @@ def main(recipe: Recipe) -> None:
         return
     source = resolve(recipe.target)
     check_taps(recipe.target.taps, source.n_layers)
-    make_folder(folder)
     if finished(recipe, folder, source):
         return
     warm_start.check_start(recipe, source)
+    make_folder(folder)
     torch.manual_seed(recipe.seed)
     device = local_device(recipe)
     dtype = choose_dtype(recipe.target.dtype, device)

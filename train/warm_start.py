@@ -13,7 +13,7 @@ import torch
 from data_prep.run import Prepared
 from data_prep.vocabulary import coverage
 from models.eagle3 import Eagle3, Eagle3Config
-from models.layouts import check_drafter, find_drafter, load_drafter, read_provenance
+from models.layouts import check_drafter, find_drafter, load_drafter, on_the_hub, read_provenance
 from models.source import Source
 from models.target import Target, check_taps
 from models.vocab import VocabMap
@@ -26,22 +26,30 @@ def flags(cfg: EagleConfig) -> dict[str, bool]:
     return {name: getattr(cfg, name) for name in FLAGS}
 
 
-def check_start(recipe: Recipe, source: Source) -> None:
-    """Refuse, before data are made or weights load, a drafter that can't be gone on from as the recipe says."""
-    if not recipe.eagle.init_from:
+def check_start(recipe: Recipe, source: Source | None) -> None:
+    """Refuse, before data are made or weights load, a drafter that can't be gone on from as the recipe says. Without a
+    source (a dry run fetches no target) only the drafter itself is looked at."""
+    name, wanted = recipe.eagle.init_from, flags(recipe.eagle)
+    if not name:
         return
-    folder = find_drafter(recipe.eagle.init_from, "eagle.init_from")
-    config = check_drafter(folder, None, source.n_layers, source.sizes).config(source.n_layers)
-    where = f"eagle.init_from={recipe.eagle.init_from}"
-    other = [f"eagle.{name}={str(getattr(config, name)).lower()}" for name in FLAGS]
+    if recipe.dry_run and on_the_hub(name):
+        print(f"eagle.init_from={name} will be fetched from the hub")
+        return
+    folder = find_drafter(name, "eagle.init_from")
+    stored = check_drafter(folder, None, source.n_layers, source.sizes) if source else check_drafter(folder, None)
     other = [
-        said for name, said in zip(FLAGS, other, strict=True) if getattr(config, name) != flags(recipe.eagle)[name]
+        f"eagle.{flag}={str(stored.fields[flag]).lower()}" for flag in FLAGS if stored.fields[flag] != wanted[flag]
     ]
     if other:
-        raise UserError(f"{where} was trained with other norms than the recipe says: give {' '.join(other)}")
-    if config.taps != check_taps(recipe.target.taps, source.n_layers):
-        taps = ",".join(map(str, config.taps))
-        raise UserError(f"{where} reads the target's states [{taps}]: give target.taps=[{taps}]")
+        raise UserError(
+            f"eagle.init_from={name} was trained with other norms than the recipe says: give {' '.join(other)}"
+        )
+    if source is None:
+        return
+    own = stored.config(source.n_layers).taps
+    if own != check_taps(recipe.target.taps, source.n_layers):
+        taps = ",".join(map(str, own))
+        raise UserError(f"eagle.init_from={name} reads the target's states [{taps}]: give target.taps=[{taps}]")
 
 
 def make_drafter(recipe: Recipe, target: Target, prepared: Prepared) -> tuple[Eagle3, Prepared]:

@@ -2,6 +2,7 @@
 decoding."""
 
 import itertools
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -132,6 +133,22 @@ def test_other_targets_are_served_as_trained(
     drafter: Eagle3 = tiny_drafter(target, KEPT, **flags)
     save_drafter(drafter, tmp_path / "d", {"fingerprint": target.fingerprint})
     assert_served_as_trained(target, drafter, tmp_path / "d", READERS["portable"])
+
+
+@pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output"])
+def test_a_lost_flag_would_show(tiny_target: Callable[..., Any], tmp_path: Path, flag: str) -> None:
+    """These two change no tensor, so nothing but the logits tells; the first step cannot tell norm_output."""
+    target: Target = tiny_target("llama")
+    save_drafter(tiny_drafter(target, KEPT, **{flag: True}), tmp_path / "d", {"fingerprint": "x"}, layout="vllm")
+    taps, draw = torch.randn(T, 96, generator=torch.Generator().manual_seed(1)), list(range(3, 9))
+    rows = []
+    for on in (True, False):
+        config = json.loads((tmp_path / "d" / "config.json").read_text())
+        (tmp_path / "d" / "config.json").write_text(json.dumps(config | {flag: on}))
+        rows.append(VllmReader(tmp_path / "d", target.embed_weight.detach()).draft(taps, draw, [9, 10])[0])
+    apart = [float((one[KEPT] - other[KEPT]).abs().max()) for one, other in zip(*rows, strict=True)]
+    assert (apart[0] < 1e-6) == (flag == "norm_output")
+    assert min(apart[1:]) > 0.1
 
 
 def test_without_flags_nothing_is_added_to_the_equations(tiny_target: Callable[..., Any]) -> None:
