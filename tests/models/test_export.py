@@ -86,7 +86,7 @@ def test_the_stored_precision_is_kept(target: Target, tmp_path: Path) -> None:
     ],
 )
 def test_what_sglang_has_not_is_refused(target: Target, tmp_path: Path, flags: dict[str, bool], reason: str) -> None:
-    assert reason in refusal(made(target, tmp_path / "d", **flags), "sglang", tmp_path / "out")
+    assert reason in refusal(made(target, tmp_path / "d", None, **flags), "sglang", tmp_path / "out")
 
 
 def test_taps_and_layers_that_sglang_has_not_are_refused(tiny_target: Callable[..., Any], tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The entry point, from a prompt file to a measured drafter, on a tiny random target."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -150,8 +149,8 @@ def test_dry_run_prints_cost_and_writes_nothing(
 )
 def test_parameters_are_counted_right(target: Target, on: tuple[str, ...]) -> None:
     flags, vocab = dict.fromkeys(on, True), VocabMap.from_ids(list(range(200)), target.vocab_size)
-    drafter, cfg = Eagle3(Eagle3Config.from_target(target, vocab, **flags), vocab), EagleConfig(draft_vocab=200)
-    cfg = dataclasses.replace(cfg, **flags)
+    drafter = Eagle3(Eagle3Config.from_target(target, vocab, **flags), vocab)
+    cfg = load(["recipe=smollm2", "eagle.draft_vocab=200", *(f"eagle.{flag}=true" for flag in on)]).eagle
     assert parameters(target.config.to_dict(), cfg, 3) == sum(p.numel() for p in drafter.parameters())
     config: dict[str, Any] = AutoConfig.for_model("qwen3", hidden_size=64, num_attention_heads=4, head_dim=32).to_dict()
     assert parameters(config, EagleConfig(draft_vocab=0), 3) > parameters(config, cfg, 3)
