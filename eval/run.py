@@ -106,15 +106,15 @@ def check_models(recipe: Recipe, drafter: bool = True) -> Source | None:
     """
     choose_dtype(dtype_name(recipe), choose_device(recipe.device))
     folder = drafter_folder(recipe)
-    missing = recipe.dry_run and not recipe.drafter and not folder.is_dir()  # it may be trained until then
-    if missing:
+    if drafter and recipe.dry_run and not recipe.drafter and not folder.is_dir():
         print(f"no drafter in {folder} yet")
-    elif drafter:
+        drafter = False
+    if drafter:
         existing_drafter(recipe)
     source = look_up(recipe.target, recipe.dry_run)
     if source is not None:
         check_taps(recipe.target.taps, source.n_layers)
-    if drafter and not missing:
+    if drafter:
         check_drafter(folder, source)
     return source
 

@@ -21,7 +21,7 @@ def entry(main: Callable[[Recipe], None], argv: list[str] | None = None) -> None
         _stop(f"no permission for {error.filename}. Choose a folder that you may write to (run_dir, out, data.cache).")
     except KeyboardInterrupt:
         sys.stdout.flush()
-        print("interrupted: nothing half-written is left; the same command again goes on from what is", file=sys.stderr)
+        print("interrupted: what is whole was kept, and the same command again goes on from there", file=sys.stderr)
         sys.exit(130)
 
 

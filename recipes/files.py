@@ -111,7 +111,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 def near_names(path: Path) -> str:
     """Whether the file or folder beside it was meant whose name is nearest; '' where none is near."""
     folder = path.parent
-    return did_you_mean(path.name, [p.name for p in folder.iterdir()], 0.6) if folder.is_dir() else ""
+    return did_you_mean(path.name, [p.name for p in folder.iterdir()], 0.75) if folder.is_dir() else ""
 
 
 def sha256_file(path: Path) -> str:
