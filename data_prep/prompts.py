@@ -97,7 +97,7 @@ def is_hub_id(name: str) -> bool:
     if path.is_dir():
         check_file(path)
     ending = difflib.get_close_matches(path.suffix, (*SUFFIXES, ".txt", ".csv", ".yaml"), n=1, cutoff=0.6)
-    near = did_you_mean(name, BUILT_IN, 0.6)
+    near = "" if "/" in name else did_you_mean(name.lower(), BUILT_IN, 0.6)
     if ending or near or name.startswith((".", "/", "~")) or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is None:
         raise UserError(
             f"prompts {name!r}: there is no such file.{near or near_names(path)} "

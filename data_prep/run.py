@@ -342,6 +342,10 @@ def check(recipe: Recipe) -> tuple[list[SourceCost], Source | None]:
     """All mistakes in data and target that show without weights; what the data cost, and the target (None where a dry
     run would have to fetch it)."""
     costs = check_sources(recipe)
+    prompts, held_out = sum(c.prompts for c in costs), recipe.data.validation_rows
+    if prompts <= held_out and all(c.prompts >= 0 for c in costs):
+        few = f"{prompts} prompts and data.validation_rows={held_out} may leave no row to train on"
+        print(f"data: warning: {few}. Give more prompts, or lower it")
     check_writable(data_root(recipe))
     choose_device(recipe.device)
     source = look_up(recipe.target, recipe.dry_run)
