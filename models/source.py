@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from recipes.files import cache_dir, near_names, read_json, sha256_file, sha256_json, whole_folder, write_json
 from recipes.schema import TargetConfig, UserError
@@ -30,7 +30,7 @@ class Source:
 
     @cached_property
     def config(self) -> Any:
-        """transformers' text config, as the loaded target will have it."""
+        """transformers' text config, as the loaded target will have it. (The tokenizer has read it: it is sound.)"""
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(self.folder).get_text_config()
@@ -146,9 +146,8 @@ def _download(hub_id: str) -> Path:
             snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"])
         )
     except Exception as error:  # the hub client raises many families: no network, no such model, gated
-        reason = str(error).strip().splitlines()[0][:300]
         raise UserError(
-            f"target {hub_id}: cannot be fetched from the hub: {reason}. A local folder works too."
+            f"target {hub_id}: cannot be fetched from the hub: {_brief(error)}. A local folder works too."
         ) from error
 
 
@@ -178,6 +177,7 @@ def _weights_hash(folder: Path, dry_run: bool) -> str:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"target: {folder} holds no .safetensors weights (pickled .bin weights are not loaded)")
+    _check_whole(folder, files)
     stamp = sha256_json([[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files])
     memory = cache_dir("fingerprints", f"{stamp[:32]}.json")
     if memory.is_file():
@@ -187,6 +187,24 @@ def _weights_hash(folder: Path, dry_run: bool) -> str:
         memory.parent.mkdir(parents=True, exist_ok=True)
         write_json(memory, {"sha256": digest, "folder": str(folder)})
     return digest
+
+
+def _check_whole(folder: Path, files: list[Path]) -> None:
+    """Refuse weights that were fetched in part: a file cut short, or one that the index names and is not there."""
+    for file in files:
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"target: {file} cannot be read: {_brief(error)}. Fetch it again") from error
+    index = folder / "model.safetensors.index.json"
+    named = set(read_json(index, "target").get("weight_map", {}).values()) if index.is_file() else set()
+    if missing := sorted(named - {file.name for file in files}):
+        raise UserError(f"target: {folder} lacks {', '.join(missing[:4])} of {len(named)} files. Fetch the model again")
+
+
+def _brief(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def _eos_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[int]:
@@ -209,8 +227,7 @@ def _tokenizer(folder: Path, trust: bool) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
     except Exception as error:  # tokenizer files can be wrong in many ways
-        reason = str(error).strip().splitlines()[0][:300]
-        raise UserError(f"target: the tokenizer in {folder} cannot be loaded: {reason}") from error
+        raise UserError(f"target: the tokenizer in {folder} cannot be loaded: {_brief(error)}") from error
 
 
 def load_tokenizer(source: Source, trust_remote_code: bool = False) -> Any:
@@ -225,6 +242,6 @@ def load_model(source: Source, device: torch.device, dtype: torch.dtype, trust_r
             source.folder, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0][:300]
-        raise UserError(f"target {source.name}: weights in {source.folder} cannot be loaded: {reason}") from error
+        where = f"target {source.name}: weights in {source.folder}"
+        raise UserError(f"{where} cannot be loaded: {_brief(error)}") from error
     return model.to(device)

@@ -146,6 +146,16 @@ def test_broken_weights(folder: Path) -> None:
     refused(folder, str(folder))
 
 
+def test_weights_that_were_fetched_in_part_are_refused_without_loading(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors", "b": "more.bin"}}')
+    with pytest.raises(UserError, match=r"lacks more\.bin of 2 files\. Fetch the model again"):
+        look_up(TargetConfig(path=str(folder)), dry_run=True)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read: .*\. Fetch it again"):
+        look_up(TargetConfig(path=str(folder)), dry_run=True)
+
+
 def test_hub_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_network(*_: Any, **__: Any) -> str:
         raise ConnectionError("no route to the hub")
