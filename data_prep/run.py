@@ -34,7 +34,7 @@ from models.source import Source, load_tokenizer, look_up, resolve
 from models.target import check_taps, choose_device, load_target
 from models.vocab import VocabMap, read_vocab, write_vocab
 from recipes.cli import entry
-from recipes.files import cache_dir, check_writable, make_folder, read_json, sha256_json, whole_folder, write_json
+from recipes.files import cache_dir, check_writable, output_folder, read_json, sha256_json, whole_folder, write_json
 from recipes.schema import DataConfig, Recipe, SourceConfig, UserError
 
 FORMAT = 3  # of the folders; raise it when their content changes for the same recipe
@@ -93,11 +93,11 @@ def prepare(recipe: Recipe, target_loader: Loader, source: Source | None = None)
     `source` saves resolving the target again. The loader is called at most once, and not at all when all is current.
     """
     check_sources(recipe)
-    root = make_folder(data_root(recipe))
     lazy = Lazy(recipe, target_loader, source or resolve(recipe.target))
-    pairs, report = _prompts(recipe, lazy, root)
-    answered = _answers(recipe, lazy, root, pairs)
-    prepared = load_prepared(_rows(recipe, lazy, root, pairs, answered, report))
+    with output_folder(data_root(recipe)) as root:
+        pairs, report = _prompts(recipe, lazy, root)
+        answered = _answers(recipe, lazy, root, pairs)
+        prepared = load_prepared(_rows(recipe, lazy, root, pairs, answered, report))
     _check_apart(recipe, lazy, pairs, prepared)
     return prepared
 
