@@ -12,6 +12,7 @@ from recipes.schema import UserError
 
 Message = dict[str, Any]  # role, content, and what the template knows besides: reasoning_content, tool_calls, ...
 SENTINEL = "EspalierSentinelText"  # no template holds it, and no template changes it
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names under which a turn may carry it
 
 
 @dataclass(frozen=True)

@@ -114,10 +114,12 @@ def dialogues(draw: st.DrawFn, style: Style) -> Conversation:
     return Conversation("d", messages, tools=tools)
 
 
-def check(tokenizer: Any, style: Style, talk: Conversation) -> int:
-    """Compare; the number of rows that came out."""
+def check(tokenizer: Any, style: Style, talk: Conversation, many: int) -> int:
+    """Compare; the number of rows that came out. From `many` answers on the conversation is followed."""
     spell, tally = token_bytes(tokenizer), Tally()
-    found = list(encode_records(tokenizer, [talk], style.args, tally))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data_prep.encode.MANY", many)
+        found = list(encode_records(tokenizer, [talk], style.args, tally))
     expected, refused = [], 0
     for text, answers in slow_rows(style, talk):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -150,7 +152,8 @@ def prove(tokenizer: Any, style: Style, examples: int) -> None:
     @given(talk=dialogues(style))
     def holds(talk: Conversation) -> None:
         nonlocal rows
-        rows += check(dressed, style, talk)
+        rows += check(dressed, style, talk, many=99)
+        assert check(dressed, style, talk, many=1) >= 0
 
     holds()
     assert rows > examples / 2
