@@ -27,11 +27,13 @@ def _paths_at(row, counts, first, K, L, M):
 def _sum_of_powers(x, n):
     """1 + x + ... + x^(n - 1), and x^(n - 1)."""
     total, power = x * 0.0, x * 0.0 + 1.0
-    last = power
     for _ in range(n):
         total += power
-        last = power
         power *= x
+    # of its own, since a value that a loop only carried on from another came out of the compiler as it went in
+    last = x * 0.0 + 1.0
+    for _ in range(n - 1):
+        last *= x
     return total, last
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 K = TypeVar("K", int, str)
 Pairs = list[tuple[Outcome, Outcome]]  # (this decoder, `ar`) on the same prompt
+RETRIEVE = ("graft", "splice")  # decoders of trees that do, and that do not
+DRAFT_ALONE = ("eagle", "prune", "talon")
 
 
 def build(
@@ -60,7 +62,24 @@ def _tables(bench: "Bench", entry: Entry) -> dict[str, Any]:
             name: with_loops([(o, b) for o, b in pairs if o.category == name], entry.timed, seed) for name in names
         },
         "per_prompt": [per_prompt(o, b, entry.timed, bench.target) for o, b in pairs],
+        "against": _against(bench, entry),
     }
+
+
+def _against(bench: "Bench", entry: Entry) -> dict[str, Any] | None:
+    """What retrieval is worth: a decoder that retrieves beside the fastest tree that is drafted alone, flagged loops
+    left out; None where there is nothing to compare."""
+    rows = [o for o in bench.outcomes[entry.label] if not o.loop]
+    others = {e.label: {o.id: o for o in bench.outcomes[e.label]} for e in bench.entries if e.timed}
+    speeds = {
+        name: _speeds(rows, [others[name][o.id] for o in rows], True, bench.recipe.eval.seed)
+        for name in DRAFT_ALONE
+        if name in others and entry.timed and entry.settings.decoder in RETRIEVE and rows
+    }
+    if not speeds:
+        return None
+    fastest = min(speeds, key=lambda name: float(speeds[name]["speedup"]))
+    return {"decoder": fastest, **{k: speeds[fastest][k] for k in ("speedup", "speedup_ci95")}}
 
 
 def with_loops(pairs: Pairs, timed: bool, seed: int) -> dict[str, Any]:

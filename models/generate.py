@@ -33,13 +33,12 @@ class _Slots:
         """Prefill prompts and put them into free rows, their first new token chosen."""
         target, lengths = self.target, [len(p) for p in prompts]
         ids = padded(prompts).to(target.device)
+        index, owners, heat = (torch.tensor(x, device=target.device) for x in (rows, indices, temperatures))
         cache = target.new_cache(len(prompts), max(lengths))
         states = target.prefill(ids, lengths, cache)
-        index = torch.tensor(rows, device=target.device)
         self.cache.adopt(rows, cache)
-        heat = torch.tensor(temperatures, device=target.device)
         self.temperature[index], self.greedy[index] = heat.clamp(min=1e-4), heat == 0
-        self.prompt_index[index] = torch.tensor(indices, device=target.device)
+        self.prompt_index[index] = owners
         self.history[index, : ids.shape[1]] = ids
         at = self.cache.lengths[index]
         self.history[index, at] = self._choose(target.logits(states.final_BTH[:, 0]), index, at)

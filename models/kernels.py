@@ -26,5 +26,5 @@ def kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> ModuleTy
 
 
 def serve(cache: KVCache, tokens: int) -> bool:
-    """Whether they are for a step of so many tokens a row: on a GPU for steps of fixed shape, on a CPU for few."""
-    return bool(cache.bucket) or (cache.lengths.device.type == "cpu" and tokens <= FEW_TOKENS)
+    """Whether they are for a step of so many tokens a row: on a GPU for all, prompts too, on a CPU for few."""
+    return cache.lengths.is_cuda or tokens <= FEW_TOKENS

@@ -164,7 +164,7 @@ class Target:
     def _fused(
         self, fused: ModuleType, x: Tensor, depths_BT: Tensor | None, cache: KVCache, ancestors_BTT: Tensor | None
     ) -> States:
-        """`forward` by the kernels of the device, for decoding: the same layers, with fewer launches."""
+        """`forward` by the kernels of the device: the same layers, with fewer launches."""
         seen = None if ancestors_BTT is None else ancestors_BTT.to(torch.uint8).contiguous()
         rope, states = self._rope(self.layers[0].kind), []
         delta: Tensor | None = None
@@ -237,7 +237,8 @@ class Target:
         B, T = ids_BT.shape
         ends, index = torch.tensor(lengths, device=self.device), torch.arange(B, device=self.device)
         last: States | None = None
-        chunk = max(1, min(PREFILL_CHUNK, PREFILL_CELLS // (B * T)))
+        masked = not (self.kernels and serve(cache, T))
+        chunk = max(1, min(PREFILL_CHUNK, PREFILL_CELLS // (B * T))) if masked else PREFILL_CHUNK
         for start in range(0, T, chunk):
             part = slice(start, min(start + chunk, T))
             cache.set_lengths([start] * B)

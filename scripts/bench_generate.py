@@ -1,11 +1,12 @@
 """Useful tokens a second of our generator against transformers' `model.generate`, one model, the same prompts, sampled.
 
     python scripts/bench_generate.py [recipe=smollm2 | target=FOLDER] [prompts=FILE.jsonl] [count=4096] [new=512]
-        [slots=2048] [batches=512,1024,1536] [groups=3] [temperature=1.0] [device=auto]
+        [slots=1024] [batches=128,512,1024,1536] [seconds=40] [temperature=1.0] [device=auto]
 
-Ours answers all prompts, prefill included. `generate` takes far longer, so it gets a part: the prompts are sorted by
-length and cut into batches, which spares it most padding; each batch size runs the batch in the middle, the best size
-then `groups` batches evenly spaced over the lengths (0 = all of them). Useful tokens are those up to the end token.
+Ours answers all prompts, prefill included. `generate` takes far longer, so it gets a part: of the prompts sorted by
+length each batch size answers those in the middle, which spares it padding and the long ones, and is stopped after so
+many seconds, which spares it the steps with the longest contexts and the fewest rows. Useful tokens are those up to
+the end token.
 Beside it stands our share of the byte floor: weights once a step, and keys and values of every token that a new one
 looks at, over this device's measured copy bandwidth. Without `prompts`, short questions and long texts are made up.
 """
@@ -14,6 +15,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -62,24 +64,18 @@ def floor_bytes(target: Target, prompts: list[list[int]], outputs: list[list[int
     return steps * weights + seen * token
 
 
-def batches_of(prompts: list[list[int]], size: int, groups: int) -> list[list[list[int]]]:
-    """`groups` batches, evenly spaced over the lengths; all of them when there are no more, or at 0."""
-    ordered = sorted(prompts, key=len)
-    batches = [ordered[i : i + size] for i in range(0, len(ordered), size)]
-    if not groups or groups >= len(batches):
-        return batches
-    return [batches[(2 * g + 1) * len(batches) // (2 * groups)] for g in range(groups)]
-
-
-def by_transformers(target: Target, batch: list[list[int]], new: int, heat: float, stops: list[int]) -> int:
-    """Useful tokens of one batch."""
+def by_transformers(
+    target: Target, batch: list[list[int]], new: int, heat: float, stops: list[int], seconds: float
+) -> int:
+    """Useful tokens of one batch, as far as it comes."""
     width = max(map(len, batch))
     ids = torch.tensor([[stops[0]] * (width - len(p)) + p for p in batch], device=target.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch], device=target.device)
     sampling = {"do_sample": True, "temperature": heat, "top_k": 0, "top_p": 1.0} if heat else {"do_sample": False}
     out = target.model.generate(
-        ids, attention_mask=mask, max_new_tokens=new, eos_token_id=stops, pad_token_id=stops[0], **sampling
-    )[:, width:]
+        ids, attention_mask=mask, max_new_tokens=new, eos_token_id=stops, pad_token_id=stops[0],
+        max_time=seconds, **sampling,
+    )[:, width:]  # fmt: skip
     ended = torch.isin(out, torch.tensor(stops, device=out.device))
     first = torch.where(ended.any(1), ended.int().argmax(1) + 1, out.shape[1])
     return int(first.sum())
@@ -113,30 +109,25 @@ def ours(target: Target, prompts: list[list[int]], options: dict[str, str], stop
 
 def theirs(target: Target, prompts: list[list[int]], options: dict[str, str], stop_ids: frozenset[int]) -> float:
     """Useful tokens a second of `generate` at the best of the batch sizes."""
-    new, heat, groups = int(options["new"]), float(options["temperature"]), int(options["groups"])
-
-    def run(size: int, parts: list[list[list[int]]], who: str) -> float:
-        stops = sorted(stop_ids)
-        useful, seconds = timed(
-            lambda: sum(by_transformers(target, part, new, heat, stops) for part in parts), target.device
-        )
-        return line(f"{who}, batch {size}", sum(map(len, parts)), useful, seconds)
-
-    by_transformers(target, prompts[:2], 2, heat, sorted(stop_ids))
-    rates: dict[int, float] = {}
+    new, heat, seconds = int(options["new"]), float(options["temperature"]), float(options["seconds"])
+    stops, ordered = sorted(stop_ids), sorted(prompts, key=len)
+    by_transformers(target, prompts[:2], 2, heat, stops, seconds)
+    rates = []
     for size in sorted({min(int(b), len(prompts)) for b in options["batches"].split(",")}):
+        first = (len(ordered) - size) // 2
+        batch = ordered[first : first + size]
         try:
-            rates[size] = run(size, batches_of(prompts, size, 1), "generate")
+            useful, spent = timed(partial(by_transformers, target, batch, new, heat, stops, seconds), target.device)
+            rates.append(line(f"generate, batch {size}", size, useful, spent))
         except torch.cuda.OutOfMemoryError:
             print(f"generate, batch {size}: out of memory")
-            torch.cuda.empty_cache()
-    best = max(rates, key=lambda b: rates[b])
-    return run(best, batches_of(prompts, best, groups), "generate, best")
+        torch.cuda.empty_cache()
+    return max(rates)
 
 
 def main(argv: list[str]) -> None:
-    options = {"recipe": "smollm2", "target": "", "prompts": "", "count": "4096", "new": "512", "slots": "2048"}
-    options |= {"batches": "512,1024,1536", "groups": "3", "temperature": "1.0", "device": "auto"}
+    options = {"recipe": "smollm2", "target": "", "prompts": "", "count": "4096", "new": "512", "slots": "1024"}
+    options |= {"batches": "128,512,1024,1536", "seconds": "40", "temperature": "1.0", "device": "auto"}
     given = dict(a.split("=", 1) for a in argv)
     if set(given) - set(options):
         sys.exit(f"unknown: {', '.join(set(given) - set(options))}. Known: {', '.join(options)}")

@@ -94,6 +94,7 @@ def test_the_page_is_one_page_and_says_how_it_was_measured() -> None:
         "On a CPU verification is not free",
         "Retrieval at the same budget (graft beside eagle)",
         "accepted drafts: 100 % from drafter",
+        "graft against eagle, the fastest of the trees drafted alone: ",
         "From a cold matrix",
         "| graft |",
         "0 of them flagged as loops",
@@ -101,6 +102,17 @@ def test_the_page_is_one_page_and_says_how_it_was_measured() -> None:
     ):
         assert words in text, words
     assert len(text.splitlines()) < 80
+
+
+@pytest.mark.parametrize(("eagle", "prune", "fastest"), [(14.0, 17.0, "eagle"), (17.0, 14.0, "prune")])
+def test_retrieval_is_held_against_the_fastest_tree_without_it(eagle: float, prune: float, fastest: str) -> None:
+    found = tables(price(eagle=eagle, prune=prune), decoders=["ar", "eagle", "prune", "graft"])
+    speeds = {t["decoder"]: t["overall"]["tokens_per_s"] for t in found}
+    against = {t["decoder"]: t["against"] for t in found}
+    assert against["ar"] is None and against["prune"] is None
+    assert against["graft"]["decoder"] == fastest
+    assert against["graft"]["speedup"] == pytest.approx(speeds["graft"] / speeds[fastest])
+    assert against["graft"]["speedup_ci95"] == pytest.approx([against["graft"]["speedup"]] * 2)  # one price for all
 
 
 def test_a_slow_baseline_is_owned_up_to() -> None:
