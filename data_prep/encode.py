@@ -180,6 +180,9 @@ class Reader:
             return self._as_written(message, past, opening, shown[: end - len(marker)], around)
         if not all(_holds(shown[len(opening) : end], str(message.get(key, ""))) for key in REASONING):
             raise Refused("reasoning that the chat template does not show", _show(shown))
+        calls = [str(call.get("function", call)["name"]) for call in message.get("tool_calls", [])]
+        if not all(_holds(shown[len(opening) : end], name) for name in calls):
+            raise Refused("tool calls that the chat template does not show", _show(shown))
         parts = [(len(opening), end)]
         if self.marked:
             parts = _inside(written, len(opening), end, marker)

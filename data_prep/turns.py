@@ -180,10 +180,10 @@ def _is_fixed(node: nodes.Node, written: set[str]) -> bool:
     """Whether it writes the same behind any last turn: it reads no name that the template itself has written, a
     namespace, say, in which the loop may have left word of the turns, and of the loop no more than that it ends."""
     names = [name.name for name in node.find_all(nodes.Name)]
-    ends = [e for e in node.find_all(nodes.Getattr) if isinstance(e.node, nodes.Name) and e.attr == "last"]
-    return written.isdisjoint(names) and names.count("loop") == sum(e.node.name == "loop" for e in ends)
+    ends = [e.node for e in node.find_all(nodes.Getattr) if e.attr == "last" and isinstance(e.node, nodes.Name)]
+    return written.isdisjoint(names) and names.count("loop") == [name.name for name in ends].count("loop")
 
 
 def _call(name: str) -> nodes.Output:
     call = nodes.Call(nodes.Name(name, "load"), [], [], None, None)
-    return nodes.Output([call]).set_lineno(1)
+    return nodes.Output([call], lineno=1)

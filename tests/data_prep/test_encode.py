@@ -254,6 +254,17 @@ def test_reasoning_that_the_template_leaves_out_is_refused(tokenizer: Any) -> No
     assert list(tally.refused) == ["reasoning that the chat template does not show"]
 
 
+def test_tool_calls_that_the_template_leaves_out_are_refused(tokenizer: Any) -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    asked, called = {"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}
+    rest = [{"role": "tool", "content": "x"}, {"role": "assistant", "content": "a"}]
+    _, tally = encode(tokenizer, Conversation("c", [asked, called, *rest]))
+    assert list(tally.refused) == ["tool calls that the chat template does not show"]
+    (style,) = [s for s in STYLES if s.tools]
+    rows, tally = encode(styled(tokenizer, style), Conversation("c", [asked, called, *rest]))
+    assert len(rows) == 1 and not tally.refused
+
+
 def test_a_template_without_an_end_marker_is_refused_at_once(tokenizer: Any) -> None:
     for template in (NO_END, TEMPLATE.replace("</s>", "<|im_end|>")):  # no marker; one that this tokenizer has not
         tokenizer.chat_template = template

@@ -82,11 +82,11 @@ def compare(tokenizer: Any, messages: list[Message], args: dict[str, Any]) -> Co
             continue
         [(opening, _)] = render_all(tokenizer, [messages[:place]], args, generation=True)
         [(shown, parts)] = render_all(tokenizer, [messages[: place + 1]], args)
-        base, *found = course.answer(place, REACH)
-        assert found[0] == opening[base:] and found[1] == shown[base:]
+        base, found_opening, found_shown, found = course.answer(place, REACH)
+        assert (found_opening, found_shown) == (opening[base:], shown[base:])
         assert course.text[:base] == opening[:base] == shown[:base]
         begin = course.ends[place - 1 - course.first]
-        assert [(a + base, b + base) for a, b in found[2]] == [(a, b) for a, b in parts if a >= begin]
+        assert [(a + base, b + base) for a, b in found] == [(a, b) for a, b in parts if a >= begin]
         assert base <= max(0, len(course.text[:begin].rstrip()) - REACH)
     return course
 
