@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from data_prep import contamination, shards
 from data_prep.answers import Work, answer
-from data_prep.conditions import conditions, one_sided
+from data_prep.conditions import conditions, one_sided, unread
 from data_prep.dialogue import FATES, Terms
 from data_prep.intake import collect
 from data_prep.local import Loader, Local
@@ -27,7 +27,7 @@ from data_prep.server import Server
 from data_prep.sources import SourceCost, check_sources, read_named
 from data_prep.synthesis import synthesise
 from data_prep.tally import Tally
-from data_prep.template import edges
+from data_prep.template import arguments_read, edges
 from data_prep.vocabulary import build_vocab, coverage, low_coverage, predicted, special_tokens
 from data_prep.writer import Writer, noise_seed
 from models.source import Source, load_tokenizer, look_up, resolve
@@ -199,7 +199,9 @@ def _answers(recipe: Recipe, lazy: Lazy, root: Path, pairs: list[tuple[str, Reco
     print(f"data: {report['rows']} answered rows, {report['answer_tokens']} tokens ({fates})", flush=True)
     counts = {**report["kept_refused"], **report["kept_mended"], **report["unanswered"]}
     for reason, texts in report["examples"].items():
-        print(f"data: {counts[reason]} x {reason}: {'; '.join(texts)}", flush=True)
+        first, *others = texts  # in full, of which there may be a screen; of the others what they are called
+        also = f" (also {', '.join(text.partition(': ')[0] for text in others)})" if others else ""
+        print(f"data: {counts[reason]} x {reason}{also}: {first}", flush=True)
     if report["troubles"]:
         troubles = ", ".join(f"{count} x {kind}" for kind, count in report["troubles"].items())
         print(f"data: troubles with the server: {troubles}", flush=True)
@@ -242,7 +244,9 @@ def _rows(
     low = low_coverage(report["vocabulary"]["coverage"], "training")
     low += low_coverage(report["vocabulary"]["coverage_validation"], "validation")
     report["warnings"] = [*(f"{w}. Raise eagle.draft_vocab" for w in low), *report["answers"]["warnings"]]
-    report["warnings"] += one_sided(lazy.tokenizer.chat_template, report["conditions"])
+    template = str(lazy.tokenizer.chat_template)
+    report["warnings"] += one_sided(template, report["conditions"])
+    report["warnings"] += unread(template, arguments_read(lazy.tokenizer), report["conditions"])
     with whole_folder(folder) as aside:
         write_rows(train, aside / "train")
         write_rows(validation, aside / "validation")
@@ -285,11 +289,13 @@ def _refuse_unsupervised(
 ) -> None:
     if int(predicted(train).sum()):
         return
-    counts = {k: answers[k] for k in ("prompts", "rows", *FATES[1:])}
+    counts = {k: answers[k] for k in FATES[1:]} | answers["kept_refused"] | answers["unanswered"]
+    fell = ", ".join(f"{count} x {reason}" for reason, count in counts.items() if count)
     raise UserError(
-        f"the dataset has no supervised token to train on: {prompts['prompts']} prompts, answers {counts}, "
-        f"{len(train)} rows for training beside {len(validation)} for validation (data.validation_rows={wanted}). "
-        "Give more prompts, a larger data.max_length, or fewer validation rows."
+        f"the dataset has no supervised token to train on: {prompts['prompts']} prompts became {answers['rows']} rows "
+        f"({fell or 'none fell'}), {len(train)} for training beside {len(validation)} for validation "
+        f"(data.validation_rows={wanted}). Mend what fell, or give more prompts, a larger data.max_length, or fewer "
+        "validation rows."
     )
 
 

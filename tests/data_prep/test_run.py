@@ -196,8 +196,20 @@ def test_low_coverage_warns(make_recipe: Maker, target: Target, capsys: pytest.C
 def test_no_supervised_token_is_refused(make_recipe: Maker, target: Target) -> None:
     with pytest.raises(UserError, match=r"no supervised token.*validation_rows=12"):
         prepare(make_recipe(validation_rows=12), lambda dtype: target)
-    with pytest.raises(UserError, match=r"no supervised token.*'no_room': 12"):
+    with pytest.raises(UserError, match=r"no supervised token.*12 x no_room"):
         prepare(make_recipe(max_length=8), lambda dtype: target)
+
+
+def test_what_is_refused_is_shown_once_and_told_again_where_nothing_is_left(
+    make_recipe: Maker, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tales.jsonl"
+    path.write_text("".join(json.dumps({"text": f"Once there were {i} foxes."}) + "\n" for i in range(20)))
+    with pytest.raises(UserError, match=r"20 prompts became 0 rows \(20 x rendered text without an answer of this"):
+        prepare(make_recipe(sources={"tales": SourceConfig(path=str(path))}), lambda dtype: target)
+    told = capsys.readouterr().out
+    assert "20 x rendered text without an answer of this template (also tales-2, tales-3): tales-1: no " in told
+    assert "0 foxes" in told and "1 foxes" not in told
 
 
 def test_a_cache_that_cannot_be_written_is_refused(make_recipe: Maker, tmp_path: Path) -> None:
