@@ -32,7 +32,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.tracker": ("wandb", "none"),
     "decoder": ("", *DECODERS),
     "eval.verifier": ("auto", *VERIFIERS),
-    "verifier": ("", "auto", *VERIFIERS),
 }
 # sampling habits that depend on more than the next token's law, or change it along the path: refused by name
 NOT_LOSSLESS = ("penalty", "logit_bias", "min_p", "typical_p", "no_repeat", "beam", "bad_words", "guidance", "min_new")
@@ -177,7 +176,7 @@ class Recipe:
     # of `eval.run` and `data_prep.inspect` alone
     drafter: str = ""  # drafter folder
     decoder: str = ""  # one decoder instead of eval.decoders
-    verifier: str = ""  # instead of eval.verifier
+    verifier: str = ""  # instead of eval.verifier, and checked there
     prompts: str = ""  # instead of eval.prompts
     out: str = ""
     rows: int = 3
@@ -247,7 +246,10 @@ def validate(recipe: Recipe) -> None:
 
 
 def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
-    rules = [(key, f"one of {', '.join(choices)}", _value(r, key) in choices) for key, choices in CHOICES.items()]
+    rules = [
+        (key, f"one of {', '.join(filter(None, choices))}", _value(r, key) in choices)
+        for key, choices in CHOICES.items()
+    ]
     for least, groups in ((1, AT_LEAST_ONE), (0, AT_LEAST_ZERO)):
         keys = [f"{group}.{leaf}" for group, leaves in groups.items() for leaf in leaves]
         rules += [(key, f"{least} or more", _value(r, key) >= least) for key in keys]

@@ -157,6 +157,13 @@ def test_a_value_that_no_command_could_honour_is_refused_by_key(given: str) -> N
     )
 
 
+@pytest.mark.parametrize("given", ["verifier=traversl", "eval.verifier=traversl"])
+def test_a_wrong_rule_is_refused_once_with_the_known_ones(given: str) -> None:
+    lines = refusal("recipe=smollm2", given).splitlines()
+    assert len(lines) == 2 and lines[1].startswith("  eval.verifier='traversl': must be one of auto, match, tree")
+    assert "one of ar, chain" in refusal("recipe=smollm2", "decoder=medusa")
+
+
 def test_all_broken_values_are_named_at_once() -> None:
     message = refusal("recipe=smollm2", "eval.top_p=2", "train.epochs=0")
     assert "eval.top_p=2.0" in message
