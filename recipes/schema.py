@@ -34,7 +34,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.tracker": ("wandb", "none"),
     "decoder": ("", *DECODERS),
     "eval.verifier": ("auto", *VERIFIERS),
-    "verifier": ("", "auto", *VERIFIERS),
 }
 # sampling habits that depend on more than the next token's law, or change it along the path: refused by name
 NOT_LOSSLESS = ("penalty", "logit_bias", "min_p", "typical_p", "no_repeat", "beam", "bad_words", "guidance", "min_new")
@@ -179,7 +178,7 @@ class Recipe:
     # of `eval.run` and `data_prep.inspect` alone
     drafter: str = ""  # drafter folder
     decoder: str = ""  # one decoder instead of eval.decoders
-    verifier: str = ""  # instead of eval.verifier
+    verifier: str = ""  # instead of eval.verifier, and checked there
     prompts: str = ""  # instead of eval.prompts
     out: str = ""
     rows: int = 3

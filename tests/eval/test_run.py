@@ -89,6 +89,18 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_weights_load(
     assert f"no permission to write to the folder {closed}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("more", ["", "dry_run=true"])
+def test_eval_tune_refuses_a_rule_that_cannot_judge_before_weights_load(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: str
+) -> None:
+    monkeypatch.setattr(run, "load_target", None)
+    given = ("verifier=block", "eval.temperature=1.0", "eval.paths=2", *filter(None, [more]))
+    with pytest.raises(SystemExit) as stop:
+        entry(tune.main, world.arguments("decoder=chain", *given))
+    assert stop.value.code == 2
+    assert "block judges one path, and eval.paths=2 are drafted" in capsys.readouterr().err
+
+
 def test_a_broken_prompt_line_is_named(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     broken = world.folder / "broken.jsonl"
     broken.write_text('{"id": "a", "turns": ["hi"]}\n{"id": "b", "turns": \n')

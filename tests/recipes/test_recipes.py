@@ -174,6 +174,13 @@ def test_an_unknown_choice_is_refused_with_all_choices_and_the_nearest(given: st
     assert " of , " not in message and f" {nearest}," in message
 
 
+@pytest.mark.parametrize("given", ["verifier=traversl", "eval.verifier=traversl"])
+def test_a_wrong_rule_is_refused_once_with_the_known_ones(given: str) -> None:
+    lines = refusal("recipe=smollm2", given).splitlines()
+    assert len(lines) == 2 and lines[1].startswith("  eval.verifier='traversl': must be one of auto, match, tree")
+    assert "one of ar, chain" in refusal("recipe=smollm2", "decoder=medusa")
+
+
 def test_all_broken_values_are_named_at_once() -> None:
     message = refusal("recipe=smollm2", "eval.top_p=2", "train.epochs=0")
     assert "eval.top_p=2.0" in message
