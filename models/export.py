@@ -69,13 +69,13 @@ def run(request: Request) -> None:
     if Path(request.out).expanduser().resolve() == folder.resolve():
         raise UserError(f"out={request.out} is the drafter itself: give another folder")
     papers = read_provenance(folder)
-    stored = check_drafter(folder, papers.get("fingerprint"), quiet=True)
+    stored = check_drafter(folder, None, quiet=True)
     source = find_target(request, stored, papers)
     fingerprint = source.fingerprint if source else papers.get("fingerprint")
     layers = source.n_layers if source else papers.get("target_layers")
     if not fingerprint or not isinstance(layers, int):
         raise UserError(f"drafter={folder} does not say which target it is for: give target=")
-    check_drafter(folder, fingerprint, layers, source.sizes if source else None, quiet=True)
+    check_drafter(folder, source, quiet=True)
     config = stored.config(layers)
     refuse(request, stored, config, source)
     about = f"{config.draft_vocab_size} of {config.vocab_size} tokens, taps {list(config.taps)}"
@@ -113,11 +113,7 @@ def refuse(request: Request, stored: Stored, config: Eagle3Config, source: Sourc
     reasons = why_not(config, request.layout)
     if stored.window is not None:
         reasons.append(f"a sliding window of {stored.window} tokens, which this version does not write")
-    if request.serving_length:
-        length = int(request.serving_length)
-    else:
-        raw = read_json(source.folder / "config.json", "target") if source else {}
-        length = raw.get("text_config", raw).get("max_position_embeddings", 0)
+    length = int(request.serving_length or (source.max_positions if source else 0))
     if config.max_position_embeddings < length:
         reasons.append(
             f"its max_position_embeddings is {config.max_position_embeddings}, below the {length} that will be served: "

@@ -71,7 +71,7 @@ def read_stored(folder: Path, target_sizes: tuple[int, int] | None = None) -> St
     if target_sizes is not None and None not in sizes and sizes != target_sizes:
         raise refuse(
             f"it is for hidden size {sizes[0]} and vocabulary {sizes[1]}, the target has {target_sizes[0]} and "
-            f"{target_sizes[1]}"
+            f"{target_sizes[1]}. Give the drafter that was trained for it"
         )
     _refuse_undecodable(merged, refuse)
     fields = {**_sizes(merged, refuse), **_flags(merged, speculators, refuse), "qk_norm": qk_norm}
@@ -239,7 +239,10 @@ def _match(headers: Headers, config: Eagle3Config, refuse: Refuse) -> dict[str, 
     unknown = sorted(names[n] for n in names.keys() - wanted.keys())
     wrong = sorted(names[n] for n in wanted.keys() & names.keys() if headers[names[n]][0] != wanted[n])
     if missing or unknown or wrong:
-        raise refuse(f"tensors missing {missing}, unknown {unknown}, of wrong shape {wrong}{_hint(missing, config)}")
+        raise refuse(
+            f"tensors missing {missing}, unknown {unknown}, of wrong shape {wrong}, by its own config.json"
+            f"{_hint(missing, config)}. Export or copy it again"
+        )
     odd = [f"{names[n]} ({headers[names[n]][1]})" for n in names if not _fits(n, headers[names[n]][1])]
     if odd:
         raise refuse(f"tensors of a dtype that is not read here: {', '.join(sorted(odd))}")

@@ -16,10 +16,10 @@ from torch import Tensor
 from models.eagle3 import Eagle3, Eagle3Config
 from models.imports import Stored, read_stored, refuse_not_finite
 from models.layout_tables import PORTABLE, SPECULATORS, VLLM, engine_config, names, why_not
-from models.source import download
+from models.source import Source, download
 from models.target import Target
 from models.vocab import VocabMap
-from models.weights import read_tensors, weight_files
+from models.weights import not_exported, read_tensors, weight_files
 from recipes.files import read_json, whole_folder, write_json
 from recipes.schema import UserError
 
@@ -104,27 +104,25 @@ def read_provenance(folder: Path) -> dict[str, Any]:
     return read_json(path, "drafter") if path.is_file() else {}
 
 
-def check_drafter(
-    folder: Path,
-    fingerprint: str | None,
-    target_layers: int | None = None,
-    target_sizes: tuple[int, int] | None = None,
-    quiet: bool = False,
-) -> Stored:
-    """Refuse, before any weights load, a folder that is no drafter or one for another target. A target's fingerprint,
-    layers and sizes (hidden, vocabulary) are compared where they are given."""
+def check_drafter(folder: Path, target: Source | Target | None, start: bool = False, quiet: bool = False) -> Stored:
+    """Refuse, before weights load, a folder that is no drafter, one for another target, or one that does not fit it.
+
+    `target` None: it is not at hand, so that the folder is judged by itself alone. As a `start` of training the drafter
+    may come from another target of the same sizes.
+    """
     if not (folder / "config.json").is_file():
-        raise UserError(f"drafter={folder}: no config.json there, so it is not an exported drafter")
+        raise not_exported(folder, "no config.json")
     weight_files(folder)
     stated = read_provenance(folder).get("fingerprint")
-    if fingerprint is not None and stated not in (None, fingerprint):
+    fingerprint = None if target is None else target.fingerprint
+    if not start and fingerprint is not None and stated not in (None, fingerprint):
         raise UserError(
             f"drafter={folder} was trained for another target (fingerprint {stated}, this one's is {fingerprint}). "
             "Use the recipe it was trained with, or train one for this target."
         )
-    stored = read_stored(folder, target_sizes)
-    if target_layers is not None:
-        stored.config(target_layers)
+    stored = read_stored(folder, None if target is None else (target.hidden_size, target.vocab_size))
+    if target is not None:
+        stored.config(target.n_layers)
     if stated is None and not quiet:
         _warn(f"{folder} carries no target fingerprint; it may belong to another target")
         if stored.fields["norm_output"]:
@@ -139,8 +137,7 @@ def _warn(text: str) -> None:
 def load_drafter(folder: Path, target: Target, start: bool = False) -> Eagle3:
     """Read a drafter of any layout for this target, on its device, in fp32. As a `start` of training it may come from
     another target of the same sizes. Raises UserError naming what does not fit."""
-    sizes = (target.hidden_size, target.vocab_size)
-    stored = check_drafter(folder, None if start else target.fingerprint, target.n_layers, sizes)
+    stored = check_drafter(folder, target, start)
     taps = stored.config(target.n_layers).taps
     if taps != target.taps:
         raise UserError(

@@ -42,7 +42,13 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / name for name in names]
     if (folder / PICKLED).is_file():
         return [folder / PICKLED]
-    raise UserError(f"drafter={folder}: no {WHOLE} there (nor {INDEX} or {PICKLED}), so it is not an exported drafter")
+    raise not_exported(folder, f"no {WHOLE} (nor {INDEX} or {PICKLED})")
+
+
+def not_exported(folder: Path, lacking: str) -> UserError:
+    inner = folder / "drafter"
+    words = f"Did you mean drafter={inner}?" if inner.is_dir() else "Give the drafter/ folder of a finished run"
+    return UserError(f"drafter={folder}: {lacking} there, so it is not an exported drafter. {words}")
 
 
 def weights_hash(folder: Path) -> str:

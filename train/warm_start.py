@@ -36,7 +36,7 @@ def check_start(recipe: Recipe, source: Source | None) -> None:
         print(f"eagle.init_from={name} will be fetched from the hub")
         return
     folder = find_drafter(name, "eagle.init_from")
-    stored = check_drafter(folder, None, source.n_layers, source.sizes) if source else check_drafter(folder, None)
+    stored = check_drafter(folder, source, start=True)
     other = [
         f"eagle.{flag}={str(stored.fields[flag]).lower()}" for flag in FLAGS if stored.fields[flag] != wanted[flag]
     ]
