@@ -267,38 +267,27 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
     for least, groups in ((1, AT_LEAST_ONE), (0, AT_LEAST_ZERO)):
         keys = [f"{group}.{leaf}" for group, leaves in groups.items() for leaf in leaves]
         rules += [(key, f"{least} or more", _value(r, key) >= least) for key in keys]
-    rules += [(f"eval.{key}", f"at most {most}", getattr(r.eval, key) <= most) for key, most in AT_MOST.items()]
+    t, e = r.train, r.eval
+    rules += [(f"eval.{key}", f"at most {most}", getattr(e, key) <= most) for key, most in AT_MOST.items()]
     rules += [
-        ("train.learning_rate", "above 0", r.train.learning_rate > 0),
-        ("train.clip", "above 0", r.train.clip > 0),
-        ("train.warmup", "from 0 up to 1", 0 <= r.train.warmup < 1),
-        ("train.min_lr", "from 0 to 1", 0 <= r.train.min_lr <= 1),
-        (
-            "train.betas",
-            "two numbers from 0 up to 1",
-            len(r.train.betas) == 2 and all(0 <= b < 1 for b in r.train.betas),
-        ),
+        ("train.learning_rate", "above 0", t.learning_rate > 0),
+        ("train.clip", "above 0", t.clip > 0),
+        ("train.warmup", "from 0 up to 1", 0 <= t.warmup < 1),
+        ("train.min_lr", "from 0 to 1", 0 <= t.min_lr <= 1),
+        ("train.betas", "two numbers from 0 up to 1", len(t.betas) == 2 and all(0 <= b < 1 for b in t.betas)),
         ("eagle.step_decay", "above 0 and at most 1", 0 < r.eagle.step_decay <= 1),
         ("eagle.norm_before_fc", "false beside eagle.fc_norm", not (r.eagle.norm_before_fc and r.eagle.fc_norm)),
-        ("eval.top_p", "above 0 and at most 1", 0 < r.eval.top_p <= 1),
-        ("eval.draft_top_p", "above 0 and at most 1", 0 < r.eval.draft_top_p <= 1),
-        ("eval.draft_temperature", "0 to 10, or empty", 0 <= (r.eval.draft_temperature or 0) <= 10),
-        ("eval.lossless", "-1 (none), 0 (all) or a number of prompts", r.eval.lossless >= -1),
-        (
-            "eval.gates",
-            "three numbers from 0 to 1, or none",
-            len(r.eval.gates) in (0, 3) and all(0 <= g <= 1 for g in r.eval.gates),
-        ),
-        (
-            "eval.decoders",
-            _one_of(r.eval.decoders, DECODERS, "some"),
-            bool(r.eval.decoders) and set(r.eval.decoders) <= {*DECODERS},
-        ),
-        ("eval.batch_sizes", "numbers of 1 or more", all(size >= 1 for size in r.eval.batch_sizes)),
+        ("eval.top_p", "above 0 and at most 1", 0 < e.top_p <= 1),
+        ("eval.draft_top_p", "above 0 and at most 1", 0 < e.draft_top_p <= 1),
+        ("eval.draft_temperature", "0 to 10, or empty", 0 <= (e.draft_temperature or 0) <= 10),
+        ("eval.lossless", "-1 (none), 0 (all) or a number of prompts", e.lossless >= -1),
+        ("eval.gates", "none, or three from 0 to 1", len(e.gates) in (0, 3) and all(0 <= g <= 1 for g in e.gates)),
+        ("eval.decoders", _one_of(e.decoders, DECODERS, "some"), bool(e.decoders) and {*e.decoders} <= {*DECODERS}),
+        ("eval.batch_sizes", "numbers of 1 or more", all(size >= 1 for size in e.batch_sizes)),
         (
             "eval.matrix",
             "cold, carried or warm-N, or a FILE.safetensors",
-            re.fullmatch(r"cold|carried|warm-\d+|.+\.safetensors", r.eval.matrix) is not None,
+            re.fullmatch(r"cold|carried|warm-\d+|.+\.safetensors", e.matrix) is not None,
         ),
         ("data.temperatures", "numbers from 0 up", bool(r.data.temperatures) and min(r.data.temperatures) >= 0),
         ("data.server.url", "a web address", re.fullmatch(r"|https?://[^/\s]+\S*", r.data.server.url) is not None),
