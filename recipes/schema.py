@@ -267,7 +267,7 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
     for least, groups in ((1, AT_LEAST_ONE), (0, AT_LEAST_ZERO)):
         keys = [f"{group}.{leaf}" for group, leaves in groups.items() for leaf in leaves]
         rules += [(key, f"{least} or more", _value(r, key) >= least) for key in keys]
-    t, e = r.train, r.eval
+    t, e, gates = r.train, r.eval, r.eval.gates
     rules += [(f"eval.{key}", f"at most {most}", getattr(e, key) <= most) for key, most in AT_MOST.items()]
     rules += [
         ("train.learning_rate", "above 0", t.learning_rate > 0),
@@ -281,7 +281,7 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
         ("eval.draft_top_p", "above 0 and at most 1", 0 < e.draft_top_p <= 1),
         ("eval.draft_temperature", "0 to 10, or empty", 0 <= (e.draft_temperature or 0) <= 10),
         ("eval.lossless", "-1 (none), 0 (all) or a number of prompts", e.lossless >= -1),
-        ("eval.gates", "none, or three from 0 to 1", len(e.gates) in (0, 3) and all(0 <= g <= 1 for g in e.gates)),
+        ("eval.gates", "three numbers from 0 to 1, or none", len(gates) in (0, 3) and all(0 <= g <= 1 for g in gates)),
         ("eval.decoders", _one_of(e.decoders, DECODERS, "some"), bool(e.decoders) and {*e.decoders} <= {*DECODERS}),
         ("eval.batch_sizes", "numbers of 1 or more", all(size >= 1 for size in e.batch_sizes)),
         (
