@@ -2,8 +2,8 @@
 
     python -m models.doctor DIR [target=ID|FOLDER|FILE.gguf] [engine=vllm|sglang] [--json]
 
-For a drafter of any tool. With a target its sizes, fingerprint and RoPE are compared, and greedy chains are simulated on
-ten prompts that ship with Espalier. `engine=` leaves the other engine's faults out. Nothing in the folder is run or
+For a drafter of any tool. With a target its sizes, fingerprint and RoPE are compared, and greedy chains are simulated
+on ten prompts that ship with Espalier. `engine=` leaves the other engine's faults out. Nothing in the folder is run or
 unpickled. Exit code: 0 = fit to serve, 1 = something fatal, 2 = wrong use.
 """
 
@@ -92,7 +92,7 @@ def read_as(engine: str, folder: Path, facts: Facts, draft: Draft, found: list[F
     normed = engine == "vLLM" and bool(draft.config.get("norm_before_residual"))
     others = [flag for flag in FLAGS[1:] if draft.config.get(flag)]
     whole, kept = draft.number("vocab_size"), draft.draft_vocab
-    form = "the normed state" if normed else "the un-normed state"
+    form = "normed" if normed else "un-normed"
     return Reading(
         engine,
         "refuses" if stops else "drafts wrongly" if wrong else "serves",

@@ -60,7 +60,7 @@ class Facts:
 
 
 def rope_of(config: dict[str, Any]) -> dict[str, Any]:
-    """{"rope_theta", "rope_type", ...} of a config of either form: `rope_parameters`, or `rope_theta` and `rope_scaling`.
+    """{"rope_theta", "rope_type", ...} of either form: `rope_parameters`, or `rope_theta` and `rope_scaling`.
 
     Gemma 3 keeps a set for each kind of layer: drafters take the one of full attention.
     """
@@ -133,9 +133,7 @@ def _json(path: Path, broken: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _headers(
-    path: Path, tensors: dict[str, Stored], maps: dict[str, torch.Tensor], broken: list[str]
-) -> None:
+def _headers(path: Path, tensors: dict[str, Stored], maps: dict[str, torch.Tensor], broken: list[str]) -> None:
     try:
         with safe_open(path, "pt") as file:
             for name in list(file.keys()):

@@ -6,6 +6,7 @@ SGLang 0.5.23), whose worst habit is shared: a tensor that is missing stays at i
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 from models.facts import Facts, Stored, rope_of
 from models.fault import BOTH, SGLANG, VLLM, Finding
@@ -75,7 +76,9 @@ def unserved(facts: Facts, draft: Draft) -> Iterator[Finding]:
         what = "architectures says LlamaForCausalLM: vLLM rewrites it, SGLang builds a plain Llama and ignores the rest"
         yield Finding(True, SGLANG, what, 'write "architectures": ["LlamaForCausalLMEagle3"]')
     elif draft.eagle3 and named[0] not in ARCHITECTURES:
-        yield Finding(True, BOTH, f"no engine knows the architecture {named[0]}", "LlamaForCausalLMEagle3 is known", BOTH)
+        yield Finding(
+            True, BOTH, f"no engine knows the architecture {named[0]}", "LlamaForCausalLMEagle3 is known", BOTH
+        )
     elif draft.eagle3 and named[0] != "LlamaForCausalLMEagle3":
         yield Finding(False, SGLANG, f"SGLang does not know the architecture {named[0]}; vLLM does", stops=SGLANG)
 
@@ -102,7 +105,8 @@ def _speculators(facts: Facts, draft: Draft) -> Iterator[Finding]:
 
 def names(facts: Facts, draft: Draft) -> Iterator[Finding]:
     if draft.prefixed:
-        what = f"{draft.prefixed[0]} and {len(draft.prefixed) - 1} more start with `model.`: vLLM prepends it again and stops"
+        first, more = draft.prefixed[0], len(draft.prefixed) - 1
+        what = f"{first} and {more} more start with `model.`: vLLM prepends it again and stops"
         yield Finding(True, VLLM, what, "save them without the prefix (SGLang takes both)", VLLM)
     wanted = _expected(draft)
     if not wanted or not draft.tensors:
@@ -128,7 +132,7 @@ def _cure_unknown(unknown: list[str]) -> str:
 
 def _no_head(facts: Facts, draft: Draft) -> Iterator[Finding]:
     if draft.reduced:
-        what = "lm_head.weight is missing with a reduced vocabulary: SGLang drafts from random logits, vLLM from wrong rows"
+        what = "lm_head.weight is missing with a reduced vocabulary: SGLang drafts at random, vLLM from wrong rows"
         yield Finding(True, BOTH, what, "write the head's rows of the kept tokens")
     elif facts.config.get("draft_vocab_size") is not None:
         what = "lm_head.weight is missing: vLLM takes the target's head, SGLang a random one"
@@ -145,7 +149,8 @@ def _expected(draft: Draft) -> dict[str, tuple[int, ...]]:
 def shapes(facts: Facts, draft: Draft) -> Iterator[Finding]:
     wanted = _expected(draft)
     if draft.eagle3:
-        wanted |= {"lm_head.weight": (draft.draft_vocab, draft.hidden)}
+        if "d2t" not in draft.tensors or facts.config.get("draft_vocab_size") is not None:  # else `vocabulary` says it
+            wanted |= {"lm_head.weight": (draft.draft_vocab, draft.hidden)}
         wanted |= {"embed_tokens.weight": (draft.number("vocab_size"), draft.hidden)}
     bad = [n for n, shape in wanted.items() if n in draft.tensors and draft.tensors[n].shape != shape]
     for name in bad[:3]:
@@ -164,10 +169,12 @@ def dtypes(facts: Facts, draft: Draft) -> Iterator[Finding]:
     wrong = sorted(n for n, stored in draft.tensors.items() if integral(n, stored))
     if wrong:
         kinds = ", ".join(f"{n} is {draft.tensors[n].dtype}" for n in wrong[:3])
-        yield Finding(True, BOTH, f"weights that are no floating-point numbers: {kinds}", "quantised drafters are not checked")
-    kinds = {s.dtype for n, s in draft.tensors.items() if n not in ("d2t", "t2d")} & set(FLOATS)
-    if len(kinds) > 1:
-        yield Finding(False, BOTH, f"weights of several dtypes: {', '.join(sorted(kinds))}")
+        yield Finding(
+            True, BOTH, f"weights that are no floating-point numbers: {kinds}", "quantised drafters are not checked"
+        )
+    floats = {s.dtype for n, s in draft.tensors.items() if n not in ("d2t", "t2d")} & set(FLOATS)
+    if len(floats) > 1:
+        yield Finding(False, BOTH, f"weights of several dtypes: {', '.join(sorted(floats))}")
     offsets = draft.tensors.get("d2t")
     if offsets is not None and offsets.dtype != "I64":
         yield Finding(offsets.dtype in FLOATS, BOTH, f"d2t is {offsets.dtype}", "store it as int64")
@@ -197,10 +204,10 @@ def _offsets(d2t: list[int], marked: list[int] | None, whole: int, kept: int) ->
     ids = [i + offset for i, offset in enumerate(d2t)]
     if len(d2t) != kept:
         yield Finding(True, BOTH, f"d2t has {len(d2t)} entries, draft_vocab_size is {kept}", "export it again", BOTH)
-    ascending = all(a < b for a, b in zip(ids, ids[1:], strict=False))
-    if ascending and ids and 0 <= ids[0] and ids[-1] < whole and (marked is None or marked == ids):
+    ascending = all(a < b for a, b in pairwise(ids))
+    if ascending and ids and ids[0] >= 0 and ids[-1] < whole and (marked is None or marked == ids):
         return
-    absolute = all(a < b for a, b in zip(d2t, d2t[1:], strict=False)) and d2t and d2t[0] >= 0 and d2t[-1] < whole
+    absolute = all(a < b for a, b in pairwise(d2t)) and d2t and d2t[0] >= 0 and d2t[-1] < whole
     if absolute and (marked is None or marked == d2t or ids[-1] >= whole):
         what = "d2t holds absolute ids where offsets are read: every draft id points at the wrong token"
         yield Finding(True, BOTH, what, "store d2t[i] - i")
@@ -220,7 +227,9 @@ def flags(facts: Facts, draft: Draft) -> Iterator[Finding]:
         what = "tie_word_embeddings is true: SGLang drafts with the embedding table as its head"
         yield Finding(True, SGLANG, what, 'write "tie_word_embeddings": false')
     elif "tie_word_embeddings" not in config:
-        yield Finding(False, SGLANG, "tie_word_embeddings is not written; its default has changed between versions", "write false")
+        yield Finding(
+            False, SGLANG, "tie_word_embeddings is not written, and a default of true would tie the head", "write false"
+        )
     if config.get("norm_before_residual"):
         what = "norm_before_residual is true, which SGLang does not know: its residual is the un-normed state"
         yield Finding(True, SGLANG, what, "serve it with vLLM, or train without the flag")
@@ -253,7 +262,7 @@ def positions(facts: Facts, draft: Draft) -> Iterator[Finding]:
     theta, inner = draft.config.get("rope_theta"), draft.config.get("rope_parameters")
     nested = inner.get("rope_theta") if isinstance(inner, dict) else None
     if theta is not None and nested is not None and theta != nested:
-        what = f"rope_theta={theta} and rope_parameters.rope_theta={nested} disagree, and engines differ in which they read"
+        what = f"rope_theta={theta} and rope_parameters.rope_theta={nested} disagree: which is read differs by engine"
         yield Finding(True, BOTH, what, "write the one of training in both places")
 
 

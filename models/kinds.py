@@ -134,7 +134,9 @@ def _kind(facts: Facts, tensors: dict[str, Stored], pickled: tuple[str, ...]) ->
         return "dflash"
     fused = "fc.weight" in tensors
     eagle3 = any("Eagle3" in name for name in names)
-    if eagle3 or (fused and ("draft_vocab_size" in config or "d2t" in tensors or "layers.0.hidden_norm.weight" in tensors)):
+    if eagle3 or (
+        fused and ("draft_vocab_size" in config or "d2t" in tensors or "layers.0.hidden_norm.weight" in tensors)
+    ):
         if not eagle3:
             return "safeailab"
         full = config.get("draft_vocab_size") in (None, config.get("vocab_size"))

@@ -1,6 +1,6 @@
 """Names and shapes that engines fill, by the config alone. `layers.0.` stands for `midlayer.` too.
 
-H draft width, Ht target width, A captured states.
+H draft width, Ht target width, A captured states, D head size, F width of the MLP.
 """
 
 from models.kinds import Draft, architectures
@@ -37,7 +37,7 @@ def dflash_shapes(draft: Draft) -> Shapes:
 
 def _block(draft: Draft, width: int, qk_norm: bool) -> Shapes:
     """One Llama-style layer whose attention reads `width` columns."""
-    H, D, I = draft.hidden, draft.head_dim, draft.number("intermediate_size")
+    H, D, F = draft.hidden, draft.head_dim, draft.number("intermediate_size")
     q = draft.number("num_attention_heads") * D
     kv = draft.number("num_key_value_heads", draft.number("num_attention_heads")) * D
     found: Shapes = {
@@ -45,9 +45,9 @@ def _block(draft: Draft, width: int, qk_norm: bool) -> Shapes:
         "self_attn.k_proj.weight": (kv, width),
         "self_attn.v_proj.weight": (kv, width),
         "self_attn.o_proj.weight": (H, q),
-        "mlp.gate_proj.weight": (I, H),
-        "mlp.up_proj.weight": (I, H),
-        "mlp.down_proj.weight": (H, I),
+        "mlp.gate_proj.weight": (F, H),
+        "mlp.up_proj.weight": (F, H),
+        "mlp.down_proj.weight": (H, F),
         "input_layernorm.weight": (H,),
         "post_attention_layernorm.weight": (H,),
     }

@@ -1,4 +1,4 @@
-"""What a drafter's chains would get accepted, without a decoder: the target answers, the drafter is asked at every slot.
+"""What a drafter's chains would get accepted, without a decoder: the target answers, the drafter is asked everywhere.
 
 Teacher forcing is exact here: a chain's draft i counts only where all before it were the target's own tokens, so what
 the drafter is fed at step i is what it would have drafted. T slots of a row.
@@ -14,14 +14,15 @@ from models.attention import Documents
 from models.eagle3 import Eagle3
 from models.generate import generate
 from models.target import Target
+from recipes.schema import UserError
 
 PROMPTS = Path(__file__).resolve().parents[1] / "data_prep" / "prompts" / "report.jsonl"  # ships with Espalier
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """tau = tokens emitted by rounds / rounds, greedy, over all prompts. `by_position` is the share of rounds that
-    accepted draft j, of those that could."""
+    """tau = tokens emitted by rounds / rounds, greedy, over all prompts. `by_position`: the share of rounds that
+    accepted draft j and all before it; rounds cut by the end of an answer count for what they kept."""
 
     tau: float
     rounds: int
@@ -42,6 +43,8 @@ def simulate(target: Target, drafter: Eagle3, count: int = 10, length: int = 7, 
     prompts = [render(target, text) for text in shipped_prompts(count)]
     room = target.max_positions - max_new_tokens - length - 1
     prompts = [ids for ids in prompts if len(ids) <= room]
+    if not prompts:
+        raise UserError(f"none of the prompts fits the target's {target.max_positions} positions")
     heat = [0.0] * len(prompts)
     answers = generate(
         target, prompts, max_new_tokens=max_new_tokens, temperatures=heat, slots=10, seed=0, stop_ids=target.eos_ids
@@ -53,7 +56,7 @@ def simulate(target: Target, drafter: Eagle3, count: int = 10, length: int = 7, 
         while start < len(answer):
             left = len(answer) - start
             got = min(hits[start - 1], left)
-            for j in range(min(length, left, got + 1)):
+            for j in range(got if got == left else length):
                 offered[j] += 1
                 accepted[j] += j < got
             emitted += min(got + 1, left)

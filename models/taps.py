@@ -52,7 +52,9 @@ def tap_findings(facts: Facts, draft: Draft) -> Iterator[Finding]:
     n, nested_key = target_layers(facts), f"eagle_config.{KEY}"
     for where, given in ((KEY, draft.config.get(KEY)), (nested_key, draft.nested.get(KEY))):
         if given is not None and whole_numbers(given) is None:
-            yield Finding(True, BOTH, f"{where} is not a list of whole numbers", "write a list such as [2, 15, 27]", VLLM)
+            yield Finding(
+                True, BOTH, f"{where} is not a list of whole numbers", "write a list such as [2, 15, 27]", VLLM
+            )
     top = whole_numbers(draft.config.get(KEY))
     inner = whole_numbers(draft.nested.get(KEY))
     outputs = [i + 1 for i in inner] if inner else None
@@ -67,7 +69,9 @@ def tap_findings(facts: Facts, draft: Draft) -> Iterator[Finding]:
         cure = "order fc's columns by depth, and write the ids so"
         yield Finding(True, VLLM, f"taps {taps} are not ascending and distinct: vLLM sorts them in silence", cure)
     if n is not None and (max(taps) > n or min(taps) < 0):
-        yield Finding(True, BOTH, f"taps {taps} lie outside h[0..{n}] of a target of {n} layers", "name layers it has", VLLM)
+        yield Finding(
+            True, BOTH, f"taps {taps} lie outside h[0..{n}] of a target of {n} layers", "name layers it has", VLLM
+        )
     if min(taps) == 0:
         yield Finding(True, SGLANG, "h[0] is tapped, which SGLang cannot capture", "train with taps from 1 on")
     if len(taps) != draft.aux:
@@ -86,6 +90,8 @@ def _places(top: list[int] | None, outputs: list[int] | None, n: int | None) -> 
         yield Finding(True, SGLANG, what, cure)
     elif outputs and not top:
         fatal = not _is_default(outputs, n)
-        takes = "takes the default ones" if fatal else "takes the default ones (the same), runner V1 each one layer lower"
+        takes = (
+            "takes the default ones" if fatal else "takes the default ones (the same), runner V1 each one layer lower"
+        )
         what = f"layer ids stand only inside eagle_config: vLLM's runner V2 never looks there and {takes}"
         yield Finding(fatal, VLLM, what, f'add "{KEY}": {outputs} at the top level')

@@ -3,8 +3,8 @@
     python scripts/check_engines.py decode WORK recipe=smollm2 DRAFTER [DRAFTER ...] [prompts=20] [new=64] [length=3]
     python scripts/check_engines.py compare WORK recipe=smollm2 ... [out=DIR]
 
-Greedy, float32, the first turns of prompts that ship with Espalier. Outputs must be the same tokens. Accepted drafts are
-compared at every round that starts at the same token in both; a difference is excused only where the drafter's own
+Greedy, float32, the first turns of prompts that ship with Espalier. Outputs must be the same tokens. Accepted drafts
+are compared at every round that starts at the same token in both; a difference is excused only where the drafter's own
 choice is a proven near-tie: the token that one of the two drafted is within 1e-4 of its best logit in float32 and in
 float64.
 """
@@ -108,9 +108,9 @@ def compare(target, load_wide, drafter, mine, theirs, name):
             verdict = referee.compare(ids, mine["plain"][number], text)
             row["outputs"][verdict] = row["outputs"].get(verdict, 0) + 1
         whole = texts[1] == texts[2]
-        common = texts[1][: next((i for i, (a, b) in enumerate(zip(*texts[1:])) if a != b), None)]
+        common = texts[1][: next((i for i, (a, b) in enumerate(zip(*texts[1:], strict=False)) if a != b), None)]
         counts = [rounds(common, our["accepted"][number], whole), rounds(common, their["accepted"][number], whole)]
-        row["ours"], row["theirs"] = (row[k] + sum(c.values()) for k, c in zip(("ours", "theirs"), counts))
+        row["ours"], row["theirs"] = (row[k] + sum(c.values()) for k, c in zip(("ours", "theirs"), counts, strict=True))
         for start in sorted(counts[0].keys() & counts[1].keys()):
             a, b = counts[0][start], counts[1][start]
             row["rounds"] += 1
@@ -121,7 +121,9 @@ def compare(target, load_wide, drafter, mine, theirs, name):
                 if max(gaps) >= NEAR_TIE:
                     row["wrong"].append({"prompt": number, "token": start, "ours": a, "vllm": b, "gaps": gaps})
     row["weights"] = their["weights"]
-    row["unlike"] = [n for n, how in row["weights"].items() if isinstance(how, str) and how.startswith(("never", "diff"))]
+    row["unlike"] = [
+        n for n, how in row["weights"].items() if isinstance(how, str) and how.startswith(("never", "diff"))
+    ]
     row["good"] = not (row["outputs"].get("diverged") or row["wrong"] or row["unlike"])
     return row
 
@@ -165,11 +167,11 @@ def table(rows, mine, theirs):
     """Markdown; one row a drafter."""
     n = len(mine["prompts"])
     head = (
-        f"vLLM {theirs['version']} (CPU, float32) against Espalier's chain decoder: {n} prompts, {mine['new']} new tokens, "
-        f"drafts of {mine['length']}, greedy.",
+        f"vLLM {theirs['version']} (CPU, float32) against Espalier's chain decoder: {n} prompts, {mine['new']} new "
+        f"tokens, drafts of {mine['length']}, greedy. Outputs: "
+        "those of vLLM without and with the drafter and ours with it, beside ours without.",
         "",
-        "| drafter | outputs like ours without speculation (vLLM plain, vLLM drafted, ours drafted) | rounds compared | "
-        "equal counts | near-ties | accepted, ours / vLLM | weights held |",
+        "| drafter | equal outputs | rounds compared | equal counts | near-ties | accepted, ours / vLLM | weights |",
         "|---|---|---|---|---|---|---|",
     )
     lines = [*head]
