@@ -9,9 +9,9 @@ choice is a proven near-tie: the token that one of the two drafted is within 1e-
 float64.
 """
 
-import copy
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -24,7 +24,10 @@ from eval.lossless import NEAR_TIE, Referee
 from eval.outcome import encode, warmup_prompts
 from eval.settings import Settings
 from models.attention import Documents
+from models.facts import read_facts
+from models.kinds import look
 from models.layouts import load_drafter
+from models.taps import engine_taps
 from models.target import load_target
 from recipes.files import make_folder, write_json, write_text
 from recipes.schema import UserError, load
@@ -53,17 +56,12 @@ def arguments(words):
 
 def run(mode, work, words):
     recipe, drafters, n, out = arguments(words)
-    target = load_target(recipe.target, "cpu", torch.float32)
-    loaded = {name: load_drafter(Path(name), target) for name in drafters}
+    loaded = {name: load_pair(recipe, Path(name)) for name in drafters}
     if mode == "decode":
-        write_json(work / "ours.json", ours(recipe, target, loaded, n))
+        write_json(work / "ours.json", ours(recipe, loaded, n))
         return
     theirs, mine = (json.loads((work / f"{name}.json").read_text()) for name in ("vllm", "ours"))
-
-    def load_wide():
-        return load_target(recipe.target, "cpu", torch.float64)
-
-    rows = [compare(target, load_wide, loaded[name], mine, theirs, name) for name in mine["drafters"]]
+    rows = [compare(recipe, *loaded[name], mine, theirs, name) for name in mine["drafters"]]
     text = table(rows, mine, theirs)
     print(text)
     if out:
@@ -73,33 +71,42 @@ def run(mode, work, words):
         sys.exit(1)
 
 
-def ours(recipe, target, drafters, n):
+def load_pair(recipe, folder, dtype=torch.float32):
+    """The target, giving the states that this drafter reads, and the drafter."""
+    facts = read_facts(folder)
+    taps = engine_taps(facts, look(facts))["vLLM"]
+    target = load_target(replace(recipe.target, taps=taps or recipe.target.taps), "cpu", dtype)
+    return target, load_drafter(folder, target).to(dtype)
+
+
+def ours(recipe, loaded, n):
     prompts = [*load_prompts("report"), *warmup_prompts()][: n["prompts"]]
     if len(prompts) < n["prompts"]:
         raise UserError(f"prompts={n['prompts']}: only {len(prompts)} ship with Espalier")
-    ids = [encode(target, recipe, prompt) for prompt in prompts]
+    first = next(iter(loaded.values()))[0]
+    ids = [encode(first, recipe, prompt) for prompt in prompts]
     plain = Settings("ar", max_new_tokens=n["new"])
     chain = Settings("chain", max_new_tokens=n["new"], depth=n["length"], branch=1, nodes=n["length"])
     found = {}
-    for name, drafter in drafters.items():
+    for name, (target, drafter) in loaded.items():
         rows = decode(target, drafter, ids, chain, slots=SLOTS).rows
         found[name] = {"tokens": [r.tokens for r in rows], "accepted": [r.accepted_per_round for r in rows]}
     return {
-        "folder": str(target.folder.resolve()),
+        "folder": str(first.folder.resolve()),
         "prompts": ids,
-        "ends": sorted(target.eos_ids),
+        "ends": sorted(first.eos_ids),
         "new": n["new"],
         "length": n["length"],
         "max_length": max(map(len, ids)) + n["new"] + n["length"] + 1,
-        "plain": [row.tokens for row in decode(target, None, ids, plain, slots=SLOTS).rows],
+        "plain": [row.tokens for row in decode(first, None, ids, plain, slots=SLOTS).rows],
         "drafters": found,
     }
 
 
-def compare(target, load_wide, drafter, mine, theirs, name):
+def compare(recipe, target, drafter, mine, theirs, name):
     """One row of the table, and whether all of it is as it must be."""
     prompts, our, their = mine["prompts"], mine["drafters"][name], theirs["drafters"][name]
-    referee, judge = Referee(target.model), DraftJudge(target, drafter, load_wide)
+    referee, judge = Referee(target.model), DraftJudge(recipe, name, target, drafter)
     row = {"drafter": name, "outputs": {}, "rounds": 0, "equal": 0, "near_ties": 0, "wrong": []}
     row["ours"] = row["theirs"] = 0
     for number, ids in enumerate(prompts):
@@ -142,13 +149,13 @@ def rounds(tokens, accepted, whole):
 class DraftJudge:
     """How far a token is below the drafter's best logit at one place of one chain, in float32 and in float64."""
 
-    def __init__(self, target, drafter, load_wide):
-        self.narrow, self.load_wide, self.wide = (target, drafter), load_wide, None
+    def __init__(self, recipe, name, target, drafter):
+        self.recipe, self.name, self.narrow, self.wide = recipe, name, (target, drafter), None
 
     @torch.no_grad()
     def gaps(self, ids, committed, depth):
         """After `committed` tokens, the draft at `depth`, those before it being the text's own."""
-        self.wide = self.wide or (self.load_wide(), copy.deepcopy(self.narrow[1]).double())
+        self.wide = self.wide or load_pair(self.recipe, Path(self.name), torch.float64)
         return [self._gap(*pair, ids, committed, depth) for pair in (self.narrow, self.wide)]
 
     def _gap(self, target, drafter, ids, committed, depth):

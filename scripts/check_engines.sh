@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Serves a target with exported drafters in vLLM's CPU build and compares with Espalier's own chain decoder: greedy text
 # with and without speculation, accepted drafts step by step, and every weight that the engine holds.
-#   scripts/check_engines.sh recipe=smollm2 DRAFTER [DRAFTER ...] [prompts=20] [new=64] [length=3] [out=DIR]
+#   scripts/check_engines.sh recipe=smollm2 runs/smollm2/drafter
+# More drafters may follow, and prompts=20 new=64 length=3 (drafts a round) out=DIR (keeps the table and the figures).
 # vLLM gets an environment of its own, .venv-vllm (3.4 GB, about a minute), because its range of transformers differs;
 # ESPALIER_VLLM_ENV names one that is there already. Exit code 1 when anything differs that is no proven near-tie.
 set -euo pipefail
 case "${1:-}" in
     "" | -h | --help)
-        sed -n '2,7s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+        sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
         exit 0
         ;;
 esac

@@ -32,7 +32,8 @@ def lines(language: str) -> list[str]:
 
 
 COMMANDS = lines("sh")
-PROGRAMS = [c for c in COMMANDS if not c.startswith("scripts/")]
+MODELS = [c for c in COMMANDS if c.startswith("python -m models.")]  # those that take no recipe
+PROGRAMS = [c for c in COMMANDS if not c.startswith("scripts/") and c not in MODELS]
 LOCAL = [c for c in PROGRAMS if "recipe=smollm2" in c]
 HUB = [c for c in PROGRAMS if c not in LOCAL]
 
@@ -57,7 +58,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = Eagle3Config(8, 16, 2, 1, 4, 1e-5, 32, 32, 64, rope, taps=(2, 4, 5), target_layers=8)
     drafter = Eagle3(config, VocabMap.identity(32))
     save_drafter(drafter, folder / "runs" / "smollm2" / "drafter", {"fingerprint": "of no target"})
-    save_matrix(SuccessorMatrix(32), folder / "runs" / "smollm2" / "drafter" / "matrix.safetensors", "of no target")
+    save_matrix(
+        SuccessorMatrix(32), folder / "runs" / "smollm2" / "drafter" / "graft" / "matrix.safetensors", "of no target"
+    )
     return folder
 
 
@@ -70,6 +73,7 @@ def test_there_are_commands_of_every_sort() -> None:
         "scripts/quickstart.sh",
         "scripts/test.sh",
         "scripts/prompts.sh",
+        "scripts/check_engines.sh",
         "accelerate",
         "python",
     }
@@ -100,6 +104,19 @@ def test_documented_command_runs_dry_from_another_folder(command: str, folder: P
     assert done.returncode == 0, done.stderr
     assert "dry_run: true" in done.stdout
     assert files(folder) == before, "a dry run writes nothing"
+
+
+@pytest.mark.parametrize("command", [c for c in MODELS if c.startswith("python -m models.doctor ")])
+def test_documented_doctor_says_what_is_wrong_and_writes_nothing(command: str, folder: Path) -> None:
+    before = files(folder)
+    done = run(shlex.split(command), folder)
+    # the folder of this test is fit to serve, but for no target in particular
+    assert done.returncode == ("target=" in command), done.stdout + done.stderr
+    if "--json" in command:
+        assert json.loads(done.stdout)["kind"].startswith("EAGLE-3")
+    else:
+        assert ("another target" if "target=" in command else "vllm serve") in done.stdout
+    assert files(folder) == before
 
 
 @pytest.mark.parametrize("command", [c for c in PROGRAMS if c.startswith("accelerate ")])
