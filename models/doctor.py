@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from models.facts import Facts, not_finite, read_facts, read_target
+from models.facts import Facts, read_facts, read_target, with_weights
 from models.fault import BOTH, Finding
 from models.findings import diagnose
 from models.kinds import FLAGS, NAMES, Draft, look
@@ -56,7 +56,7 @@ def examine(folder: Path, cfg: TargetConfig | None = None, engines: tuple[str, .
     facts = replace(read_facts(folder), target=read_target(cfg) if cfg else None)
     draft = look(facts)
     if (draft.eagle3 or draft.dflash) and not facts.unreadable:
-        facts = replace(facts, not_finite=not_finite(folder, facts))
+        facts = with_weights(folder, facts)
     found = [f for f in diagnose(facts, draft) if set(f.engines) & set(engines)]
     known = bool(draft.kind) and not facts.unreadable
     readings = [read_as(engine, folder, facts, draft, found) for engine in engines] if known else []
@@ -122,24 +122,30 @@ def command(engine: str, folder: Path, facts: Facts, draft: Draft) -> str:
     return sglang_command(target, where) if draft.eagle3 and draft.kind != "speculators" else ""
 
 
+def clean(text: str) -> str:
+    """What a folder's files say, fit for a terminal: no markup, no control characters."""
+    from rich.markup import escape
+
+    return escape("".join(c if c.isprintable() else "?" for c in text))
+
+
 def show(report: Report) -> None:
     """One screen, the fatal first; a line where the folder is no drafter."""
     from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
     colour, word = ("red", "fatal") if report.fatal else ("green", "fit to serve")
     if not report.readings:
         for finding in report.findings:
-            console.print(f"[bold red]fatal[/] {escape(report.folder)}: {escape(finding.what)}", soft_wrap=True)
+            console.print(f"[bold red]fatal[/] {clean(report.folder)}: {clean(finding.what)}", soft_wrap=True)
         return
-    console.print(f"[bold {colour}]{word}[/] {escape(report.folder)}: {escape(report.kind)}", soft_wrap=True)
+    console.print(f"[bold {colour}]{word}[/] {clean(report.folder)}: {clean(report.kind)}", soft_wrap=True)
     if report.findings:
         table = Table("", "engine", "what is wrong", "what to do")
         for f in report.findings:
             mark = "[bold red]fatal[/]" if f.fatal else "[yellow]note[/]"
-            table.add_row(mark, " ".join(f.engines), escape(f.what), escape(f.cure))
+            table.add_row(mark, " ".join(f.engines), clean(f.what), clean(f.cure))
         console.print(table)
     table = Table("engine", "verdict", "taps h\\[L]", "residual stream", "vocabulary", "positions")
     for r in report.readings:
@@ -156,7 +162,7 @@ def show(report: Report) -> None:
             f"{t.rounds} rounds, max_new_tokens {t.max_new_tokens}", soft_wrap=True)  # fmt: skip
         console.print("accepted by position: " + " ".join(f"{share:.2f}" for share in t.by_position), soft_wrap=True)
     elif report.no_tau:
-        console.print(f"tau {report.no_tau}", soft_wrap=True)
+        console.print(f"tau {clean(report.no_tau)}", soft_wrap=True)
 
 
 def as_json(report: Report) -> dict[str, Any]:

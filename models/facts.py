@@ -1,12 +1,12 @@
 """What a drafter's folder says of itself: config, tensor headers, papers. Nothing in it is run or unpickled.
 
 Only files of the folder itself are looked at, never those below. Weights are read when they are asked for
-(`not_finite`), one tensor at a time. What cannot be read is kept as a line in `unreadable`.
+(`with_weights`), one tensor at a time. What cannot be read is kept as a line in `unreadable`.
 """
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -155,13 +155,16 @@ def _missing_shards(folder: Path, files: list[str], broken: list[str]) -> None:
         broken += [f"{name} names {shard}, which is not there" for shard in sorted(wanted - set(files))]
 
 
-def not_finite(folder: Path, facts: Facts) -> tuple[str, ...]:
-    """Names of tensors that hold NaN or infinity, read one at a time."""
-    found = []
-    for file in sorted({stored.file for stored in facts.tensors.values()}):
-        with safe_open(folder / file, "pt") as opened:
-            for name in list(opened.keys()):
-                tensor = opened.get_tensor(name)
-                if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
-                    found.append(name)
-    return tuple(found)
+def with_weights(folder: Path, facts: Facts) -> Facts:
+    """The same, with the names of tensors that hold NaN or infinity; they are read one at a time."""
+    found: list[str] = []
+    try:
+        for file in sorted({stored.file for stored in facts.tensors.values()}):
+            with safe_open(folder / file, "pt") as opened:
+                for name in list(opened.keys()):
+                    tensor = opened.get_tensor(name)
+                    if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+                        found.append(name)
+    except BROKEN as error:
+        return replace(facts, unreadable=(f"the weights cannot be read: {str(error)[:120]}",))
+    return replace(facts, not_finite=tuple(found))

@@ -12,7 +12,7 @@ from models.facts import Facts, Stored, rope_of
 from models.fault import BOTH, SGLANG, VLLM, Finding
 from models.kinds import ARCHITECTURES, FLAGS, Draft, architectures
 from models.shapes import dflash_shapes, eagle3_shapes
-from models.taps import tap_findings
+from models.taps import tap_findings, target_layers, whole_numbers
 
 FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "mask_hidden")
@@ -25,7 +25,19 @@ def diagnose(facts: Facts, draft: Draft) -> list[Finding]:
         return [Finding(True, BOTH, line, "export or copy it again", BOTH) for line in facts.unreadable]
     if not draft.kind:
         return [Finding(True, BOTH, _no_drafter(facts, draft), stops=BOTH)]
-    checks = (files, unserved, names, shapes, dtypes, vocabulary, flags, tap_findings, positions, against_target)
+    checks = (
+        files,
+        unserved,
+        dflash,
+        names,
+        shapes,
+        dtypes,
+        vocabulary,
+        flags,
+        tap_findings,
+        positions,
+        against_target,
+    )
     found = [finding for check in checks for finding in check(facts, draft)]
     if draft.kind == "speculators":
         kept = [f for f in found if f.engines != SGLANG or f.stops == SGLANG]
@@ -98,9 +110,35 @@ def _speculators(facts: Facts, draft: Draft) -> Iterator[Finding]:
     if not complete:
         what = "speculators_config lacks proposal_methods[0].speculative_tokens or verifier.name_or_path"
         yield Finding(True, VLLM, what, "vLLM demands both", VLLM)
+    if kind in ("peagle", "dflash", "dflash2") and "mask_token_id" not in facts.config:
+        yield Finding(True, VLLM, f"mask_token_id is missing, which {kind} needs", "write the id of training", VLLM)
+    if kind == "peagle" and facts.tensors and "mask_hidden" not in draft.tensors:
+        yield Finding(True, VLLM, "mask_hidden is missing, which peagle needs", "export it again", VLLM)
     if kind == "eagle3" and "norm_before_residual" not in facts.config:
         what = "norm_before_residual is not written: vLLM takes true, the speculators library false"
         yield Finding(True, VLLM, what, "write the form that it was trained with")
+
+
+def dflash(facts: Facts, draft: Draft) -> Iterator[Finding]:
+    """What the native layout of block drafters must say, and where."""
+    if draft.kind != "dflash":
+        return
+    given = facts.config.get("dflash_config")
+    inner = given if isinstance(given, dict) else {}
+    if not draft.number("block_size"):
+        inside = " (it stands inside dflash_config)" if "block_size" in inner else ""
+        what = f"block_size is not at the top level{inside}: some readers then take 16"
+        yield Finding(True, BOTH, what, "write it at the top level")
+    if not isinstance(inner.get("mask_token_id"), int):
+        yield Finding(True, BOTH, "dflash_config.mask_token_id is missing", "write the id of training", BOTH)
+    ids, n = whole_numbers(inner.get("target_layer_ids")), target_layers(facts)
+    if ids is None:
+        yield Finding(True, BOTH, "dflash_config.target_layer_ids is missing", "write outputs of layers", BOTH)
+    elif n is not None and not 0 <= min(ids) <= max(ids) < n:
+        what = f"target_layer_ids {ids} lie outside the target's {n} layers"
+        yield Finding(True, BOTH, what, "each is one lower than in h[L] numbering", BOTH)
+    if "mask_hidden" in draft.tensors:
+        yield Finding(True, VLLM, "mask_hidden is there, which vLLM refuses in a DFlash drafter", "leave it out", VLLM)
 
 
 def names(facts: Facts, draft: Draft) -> Iterator[Finding]:

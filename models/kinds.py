@@ -29,6 +29,7 @@ NAMES = {
     "flexdraft": "FlexDraft",
     "": "not a drafter",
 }
+MOST = 256  # layers and captured states that are looked at, whatever a config claims
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -77,7 +78,7 @@ class Draft:
 
     @property
     def layers(self) -> int:
-        return self.number("num_hidden_layers", 1)
+        return min(self.number("num_hidden_layers", 1), MOST)
 
     @property
     def head_dim(self) -> int:
@@ -92,7 +93,7 @@ class Draft:
     def aux(self) -> int:
         """Captured states that `fc` takes, as both engines count them."""
         ids = self.nested.get("eagle_aux_hidden_state_layer_ids")
-        return self.number("num_aux_hidden_states", len(ids) if isinstance(ids, list) and ids else 3)
+        return min(self.number("num_aux_hidden_states", len(ids) if isinstance(ids, list) and ids else 3), MOST)
 
 
 def look(facts: Facts) -> Draft:

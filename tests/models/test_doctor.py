@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from models import doctor
+from models import doctor, facts
 from models.doctor import examine
 from models.layouts import save_drafter
 from models.target import Target
@@ -100,6 +100,11 @@ def to_dflash(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
+def dflash(folder: Path, **changes: Any) -> None:
+    to_dflash(folder)
+    config(folder, **changes)
+
+
 def foreign(folder: Path) -> None:
     (folder / "provenance.json").unlink()
     rename(folder, "midlayer.", "layers.0.")
@@ -143,8 +148,9 @@ def test_a_good_folder_is_fit_to_serve(tiny_target: Callable[..., Any], tmp_path
     assert [r.verdict for r in report.readings if r.engine == "vLLM"] == ["serves"]
     captured = [1, 3, 6] if name == "custom taps" else [1, 2, 4, 7] if taps else [2, 4, 5]
     assert report.readings[0].taps in (captured, None)  # None: the default ones of a target that nobody names
-    facts = doctor.replace(doctor.read_facts(folder), target=doctor.read_target(TargetConfig(path=str(target.folder))))
-    assert not any(f.fatal for f in doctor.diagnose(facts, doctor.look(facts)))
+    against = facts.read_target(TargetConfig(path=str(target.folder)))
+    known = doctor.replace(facts.read_facts(folder), target=against)
+    assert not any(f.fatal for f in doctor.diagnose(known, doctor.look(known)))
 
 
 def absolute_ids(tensors: Tensors) -> None:
@@ -198,6 +204,9 @@ def both(taps: list[int]) -> dict[str, Any]:
 
 
 IDENTITY = {"d2t": torch.zeros(320, dtype=torch.int64), "t2d": torch.ones(320, dtype=torch.bool)}
+FULL: dict[str, Any] = {"kept": None}
+IDS_OUT = "target_layer_ids"
+PAST_END = {"mask_token_id": 5, IDS_OUT: [1, 3, 8]}
 LONG_FC = {"fc.weight": torch.zeros(H, 4 * H)}
 NORMS = {f"fc_norm.{i}.weight": torch.ones(H) for i in range(3)}
 BROKEN: dict[str, tuple[dict[str, Any], Edit, str, str]] = {
@@ -236,6 +245,9 @@ BROKEN: dict[str, tuple[dict[str, Any], Edit, str, str]] = {
     "stray weights": ({}, lambda f: save_file(NORMS, f / "matrix.safetensors"), "vLLM", "matrix.safetensors lies"),
     "SpecForge's norm_output": ({}, specforge, "vLLM SGLang", "norm_output"),
     "flags nested": ({}, lambda f: config(f, eagle_config={"norm_output": True}), "vLLM SGLang", "inside eagle_config"),
+    "block size inside": (FULL, lambda f: dflash(f, block_size=None), "vLLM SGLang", "block_size is not at the top"),
+    "no mask token": (FULL, lambda f: dflash(f, dflash_config={IDS_OUT: [1, 3, 4]}), "vLLM SGLang", "mask_token_id"),
+    "outputs past the end": (FULL, lambda f: dflash(f, dflash_config=PAST_END), "vLLM SGLang", "outside the target"),
     "truncated": ({}, truncated, "vLLM SGLang", "truncated or damaged"),
     "config no JSON": ({}, lambda f: (f / "config.json").write_text("{"), "vLLM SGLang", "config.json is not JSON"),
     "config a list": ({}, lambda f: (f / "config.json").write_text("[1]"), "vLLM SGLang", "no JSON object"),
@@ -341,19 +353,6 @@ def weights_are_a_folder(folder: Path) -> None:
     (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle3"]}')
 
 
-def odd_values(folder: Path) -> None:
-    folder.mkdir()
-    odd = {
-        "architectures": "x",
-        "hidden_size": "wide",
-        "eagle_config": 3,
-        "rope_parameters": [1],
-        "draft_vocab_size": {},
-    }
-    (folder / "config.json").write_text(json.dumps(odd))
-    save_file({"fc.weight": torch.zeros(3), "d2t": torch.zeros(2, 2, dtype=torch.int64)}, folder / "model.safetensors")
-
-
 BAD_INPUT = [large_file, loop, loop_inside, pickles, deep, weights_are_a_folder, Path.mkdir]
 
 
@@ -366,10 +365,48 @@ def test_bad_input_gets_a_one_line_verdict(
     assert code == 1 and len(out.splitlines()) == 1 and out.startswith("fatal") and not err
 
 
-def test_values_of_the_wrong_kind_are_faults_and_no_crash(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    odd_values(tmp_path / "d")
-    assert run(str(tmp_path / "d"), capsys=capsys)[0] == 1
-    assert run(str(tmp_path / "d"), "--json", capsys=capsys)[0] == 1
+ODD: dict[str, Any] = {
+    "architectures": "x",
+    "hidden_size": "wide",
+    "num_hidden_layers": 10**12,
+    "eagle_config": 3,
+    "rope_parameters": [1],
+    "draft_vocab_size": {},
+    "max_position_embeddings": -1,
+}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"architectures": ["LlamaForCausalLMEagle3", "\x1b[2J\ud800[bold]"]},
+        {"architectures": ["\x1b[2JEagle3\ud800[/bold]"]},
+        {"speculators_model_type": ["eagle3"], "transformer_layer_config": 4, "speculators_config": {}},
+        {"speculators_model_type": "eagle3", "transformer_layer_config": {"hidden_size": []}},
+        {"dflash_config": {"target_layer_ids": ["a"], "mask_token_id": {}}, "block_size": "8"},
+        {"dflash_config": []},
+    ],
+)
+def test_values_of_the_wrong_kind_are_faults_and_no_crash(
+    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(ODD | more))
+    (tmp_path / "provenance.json").write_text('{"target": 3, "target_layers": "x", "fingerprint": []}')
+    save_file({"fc.weight": torch.zeros(3), "d2t": torch.zeros(2, 2).long()}, tmp_path / "model.safetensors")
+    for words in ([], ["--json"], [f"target={target.folder}"]):
+        code, out, _ = run(str(tmp_path), *words, capsys=capsys)
+        assert code == 1 and "\x1b[2J" not in out
+
+
+def test_a_weight_that_cannot_be_read_is_a_verdict(target: Target, tmp_path: Path, monkeypatch: Any) -> None:
+    def torn(*_: Any) -> Any:
+        raise OSError("input/output error")
+
+    folder = export(target, tmp_path / "d")
+    monkeypatch.setattr(facts.torch, "isfinite", torn)
+    report = examine(folder)
+    assert report.fatal and "the weights cannot be read: input/output error" in report.findings[0].what
 
 
 def test_pickled_weights_are_named_and_not_opened(target: Target, tmp_path: Path) -> None:
