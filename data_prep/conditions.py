@@ -1,9 +1,10 @@
 """Under which conditions the training conversations stand: system turns, tools, arguments of the chat template."""
 
+import difflib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from data_prep.schemas import Conversation, Record
@@ -26,6 +27,35 @@ def conditions(records: Iterable[Record], args: Mapping[str, Any]) -> dict[str, 
         used[json.dumps({**args, **record.template_args}, sort_keys=True)] += 1
     arguments = [{"arguments": json.loads(text), "records": count} for text, count in used.most_common()]
     return {**kinds, "tools": sorted(names), "template_args": arguments}
+
+
+def unread(template: str, known: Collection[str], found: Mapping[str, Any]) -> list[str]:
+    """A warning of everything that the conversations bring for the template and the template does not look at.
+
+    `known`: the names that it takes from outside.
+    """
+    out = []
+    given = Counter[str]()
+    for used in found["template_args"]:
+        given.update(dict.fromkeys(used["arguments"], used["records"]))
+    for name, count in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            out.append(
+                f"{count} training conversations give the template argument {name}, which the target's chat template "
+                f"does not read: it changes nothing.{hint}"
+            )
+    for what, key, seen in (
+        ("tools", "with_tools", "tools" in known),
+        ("tool calls", "with_tool_calls", "tool_calls" in template),
+    ):
+        if found.get(key) and not seen:
+            out.append(
+                f"{found[key]} training conversations hold {what}, which the target's chat template does not show: nor "
+                "will a server that uses it. Leave them out, or give a target whose template knows them"
+            )
+    return out
 
 
 def one_sided(template: str, found: Mapping[str, Any]) -> list[str]:

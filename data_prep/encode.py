@@ -1,11 +1,14 @@
 """Written conversations as rows of tokens with their answers marked, as the chat template itself shows them.
 
-For each answer the template is asked twice: what a server is given when the answer is due (the opening), and the
+For each answer two texts are wanted: what a server is given when the answer is due (the opening), and the
 conversation through the answer. The answer is what the second adds to the first, up to its end marker. As long as one
 text goes on in the next, they make one row; where the template rewrites the past (drops earlier reasoning, for one),
 the next answer starts a row of its own, so that every row is what a server saw. Rows are tokenised once, in batches.
+
+The template is asked for both texts of each answer, unless there are many and it lets itself be followed (turns.py).
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -15,14 +18,25 @@ from transformers import PreTrainedTokenizerBase
 
 from data_prep.schemas import MOST_ANSWERS, Conversation, Record, Rendered, Tokenised
 from data_prep.tally import Refused, Tally
-from data_prep.template import SENTINEL, Edges, Message, edges, has_markers, render, render_all, special_texts
+from data_prep.template import (
+    REASONING,
+    SENTINEL,
+    Edges,
+    Message,
+    edges,
+    has_markers,
+    render,
+    render_all,
+    special_texts,
+)
+from data_prep.turns import follow
 from recipes.files import sha256_json
 from recipes.schema import UserError
 
 SCREEN = 1500  # characters of a rendered conversation that are shown
 CHUNK = 256  # records that are rendered, then tokenised in one call
 LONGEST_OPENING = 200  # characters that an opening may put into an answer's mouth
-REASONING = ("reasoning_content", "reasoning", "thinking")
+MANY = 4  # answers from which on a conversation is followed instead of rendered for each of them
 
 
 @dataclass(frozen=True)
@@ -47,8 +61,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Answer:
-    """The text that a server had seen when an answer was complete, and which parts of it the model wrote."""
+    """The text that a server had seen when an answer was complete, and which parts of it the model wrote.
 
+    `text` goes on at character `past` of a text that all answers of a conversation share; parts count from its start.
+    """
+
+    past: int
     text: str
     parts: list[tuple[int, int]]
 
@@ -58,8 +76,9 @@ def encode_records(
 ) -> Iterator[Encoded]:
     """Rows in the order of the records, made as they are asked for. Nothing is cut; what is refused is in the tally.
 
-    A row ends with the end marker of its last answer. Time is linear in the tokens, but that a dialogue is rendered
-    twice for each of its answers: beyond some twenty turns that costs more than tokenising it.
+    A row ends with the end marker of its last answer. Time is linear in the tokens, but where a template looks ahead of
+    the turn that it writes (`loop.last`, say): there a dialogue is rendered twice for each of its answers, and beyond
+    some twenty turns that costs more than tokenising it.
     """
     if not tokenizer.is_fast:
         raise UserError("the target's tokenizer is not a fast one, so it gives no offsets. Use a fast tokenizer.")
@@ -108,35 +127,49 @@ class Reader:
         if places[-1] + 1 < len(record.messages):
             tally.repair("a last question without an answer: left out", record.id)
         args = record.arguments(self.args)
-        try:
-            around = self._edges(args)
-            openings = render_all(self.tokenizer, [record.messages[:i] for i in places], args, generation=True)
-            shown = render_all(self.tokenizer, [record.messages[: i + 1] for i in places], args)
-        except UserError as error:
-            raise Refused("the chat template refuses the conversation", str(error)) from error
-        said = [record.messages[i] for i in places]
-        answers = [
-            self._answer(message, opening, text, parts, around)
-            for message, (opening, _), (text, parts) in zip(said, openings, shown, strict=True)
-        ]
+        past, answers = self._answers(record, places, args)
         rows: list[Text | Encoded] = []
         spans: list[tuple[int, int, int]] = []
         for i, answer in enumerate(answers):
             number = spans[-1][2] + 1 if spans else 1
             spans += [(start, end, number) for start, end in answer.parts]
             last = i + 1 == len(answers)
-            if last or number == MOST_ANSWERS or not answers[i + 1].text.startswith(answer.text):
+            if last or number == MOST_ANSWERS or not _goes_on(past, answer, answers[i + 1]):
                 if spans:
-                    rows.append(Text(record, 0 if last and not rows else i + 1, answer.text, spans))
+                    text = past[: answer.past] + answer.text
+                    rows.append(Text(record, 0 if last and not rows else i + 1, text, spans))
                 spans = []
         if not rows:
-            raise Refused("the template's generation markers leave every answer out", _show(answers[-1].text))
+            raise Refused(
+                "the template's generation markers leave every answer out",
+                _show(past[: answers[-1].past] + answers[-1].text),
+            )
         return rows
 
+    def _answers(self, record: Conversation, places: list[int], args: dict[str, Any]) -> tuple[str, list[Answer]]:
+        """The answers at `places`, and the text that they share."""
+        said = [(i, record.messages[i]) for i in places]
+        try:
+            around = self._edges(args)
+            course = follow(self.tokenizer, record.messages[: places[-1] + 1], args) if len(places) >= MANY else None
+            if course and places[0] > course.first:
+                texts = [(m, *course.answer(i, LONGEST_OPENING)) for i, m in said]
+                with contextlib.suppress(Refused):  # refused again below, with the whole text to show
+                    return course.text, [self._answer(*text, around) for text in texts]
+            openings = render_all(self.tokenizer, [record.messages[:i] for i in places], args, generation=True)
+            shown = render_all(self.tokenizer, [record.messages[: i + 1] for i in places], args)
+        except UserError as error:
+            raise Refused("the chat template refuses the conversation", str(error)) from error
+        pairs = zip(said, openings, shown, strict=True)
+        return "", [self._answer(m, 0, opening, text, parts, around) for (_, m), (opening, _), (text, parts) in pairs]
+
     def _answer(
-        self, message: Message, opening: str, shown: str, written: list[tuple[int, int]], around: Edges
+        self, message: Message, past: int, opening: str, shown: str, written: list[tuple[int, int]], around: Edges
     ) -> Answer:
-        """An answer as the server that gave it had it. `written`: what generation blocks wrote of `shown`."""
+        """An answer as the server that gave it had it; `opening` and `shown` without the `past` characters before them.
+
+        `written`: what generation blocks wrote of `shown`.
+        """
         end = len(shown) - len(around.trailer) if shown.endswith(around.trailer) else len(shown)
         marker = next((m for m in self.markers if shown.endswith(m, 0, end)), "")
         if not marker:
@@ -144,15 +177,18 @@ class Reader:
         if around.end in message["content"]:
             raise Refused("an end marker inside an answer", repr(message["content"])[:80])
         if not shown.startswith(opening) or not _holds(shown[len(opening) : end], message["content"]):
-            return self._as_written(message, opening, shown[: end - len(marker)], around)
+            return self._as_written(message, past, opening, shown[: end - len(marker)], around)
         if not all(_holds(shown[len(opening) : end], str(message.get(key, ""))) for key in REASONING):
             raise Refused("reasoning that the chat template does not show", _show(shown))
+        calls = [str(call.get("function", call)["name"]) for call in message.get("tool_calls", [])]
+        if not all(_holds(shown[len(opening) : end], name) for name in calls):
+            raise Refused("tool calls that the chat template does not show", _show(shown))
         parts = [(len(opening), end)]
         if self.marked:
             parts = _inside(written, len(opening), end, marker)
-        return Answer(shown[:end], parts)
+        return Answer(past, shown[:end], [(past + a, past + b) for a, b in parts])
 
-    def _as_written(self, message: Message, opening: str, shown: str, around: Edges) -> Answer:
+    def _as_written(self, message: Message, past: int, opening: str, shown: str, around: Edges) -> Answer:
         """An answer of which the template shows only the end, the rest being reasoning: the text as it was written."""
         written = message["content"]
         words, seen = _squeezed(written), _squeezed(shown[_common(opening, shown) :])
@@ -160,7 +196,7 @@ class Reader:
             why = f"it opens an answer with {opening[-60:]!r}, but shows this one as\n{_show(shown)}"
             raise Refused("the chat template shows an answer otherwise than it opens one", why)
         text = opening + written[_overlap(opening, written) :] + around.end
-        return Answer(text, [(len(opening), len(text))])
+        return Answer(past, text, [(past + len(opening), past + len(text))])
 
     def _rendered(self, record: Rendered, tally: Tally) -> Text:
         """Spans from the header and the end marker that the template writes around an answer."""
@@ -211,6 +247,11 @@ def _inside(written: list[tuple[int, int]], start: int, end: int, marker: str) -
     if parts and parts[-1][1] >= end - len(marker):
         parts[-1] = (parts[-1][0], end)
     return parts
+
+
+def _goes_on(past: str, answer: Answer, following: Answer) -> bool:
+    """Whether the text of the following answer begins with that of the answer."""
+    return (past[answer.past : following.past] + following.text).startswith(answer.text)
 
 
 def _common(a: str, b: str) -> int:

@@ -16,14 +16,13 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from data_prep.run import Prepared, prepare
-from data_prep.sources import check_sources
+from data_prep.run import Prepared, check, prepare
 from data_prep.supervision import supervised
 from data_prep.template import SENTINEL, Message, render, special_texts
-from models.source import load_tokenizer, resolve
+from models.source import load_tokenizer
 from models.target import Target
 from recipes.cli import entry
-from recipes.files import make_folder, write_text
+from recipes.files import check_writable, make_folder, write_text
 from recipes.schema import Recipe, UserError
 
 STYLES = {0: "dim", 1: "yellow", 2: "bold green"}
@@ -151,13 +150,14 @@ def main(recipe: Recipe) -> None:
 
     if recipe.out and not recipe.out.endswith(".html"):
         raise UserError(f"out={recipe.out}: the inspector writes one HTML file. Name it so, e.g. out=rows.html")
-    if recipe.out and not recipe.dry_run:
-        make_folder(Path(recipe.out).expanduser().parent)
-    if recipe.dry_run:
-        check_sources(recipe)
+    if recipe.out:
+        check_writable(Path(recipe.out).expanduser().parent)
+    _, source = check(recipe)
+    if source is None or recipe.dry_run:  # None in a dry run alone
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         return
-    source = resolve(recipe.target)
+    if recipe.out:
+        make_folder(Path(recipe.out).expanduser().parent)
     prepared = prepare(recipe, not_there, source)
     tokenizer = load_tokenizer(source, recipe.target.trust_remote_code)
     if not recipe.out:

@@ -1,7 +1,6 @@
 """Rows of files and hub datasets as records, streamed: JSON lines (plain, .gz, .zst), a JSON array, Parquet, hub."""
 
 import codecs
-import difflib
 import gzip
 import io
 import json
@@ -13,9 +12,11 @@ from typing import Any
 
 from data_prep.schemas import Record, read_row
 from data_prep.tally import Refused, Tally
+from recipes.files import near_names
 from recipes.schema import SourceConfig, UserError
 
 SUFFIXES = (".jsonl", ".json", ".zst", ".gz", ".parquet")
+FORMATS = "JSON lines (.jsonl), a JSON array (.json), either of them .gz or .zst, or .parquet"
 BATCH = 1024  # rows of a Parquet file that are in memory at a time
 Row = tuple[int, str, Any]  # number, where it stands, its value or why it has none
 
@@ -39,7 +40,6 @@ def collect(rows: Iterable[Row], what: str, name: str, column: str = "", limit: 
     """Records with ids that differ, until there are `limit` (0 = all). UserError when no row can be used."""
     tally = Tally()
     records: list[Record] = []
-    numbers: dict[str, int] = {}
     for number, where, value in rows:
         tally.read += 1
         try:
@@ -50,10 +50,10 @@ def collect(rows: Iterable[Row], what: str, name: str, column: str = "", limit: 
         except Refused as refusal:
             tally.refuse(refusal, where)
             continue
-        if record.id in numbers:
+        if record.id in tally.places:
             mended.append("an id that an earlier row has: its place is added")
             record = replace(record, id=f"{record.id}#{number}")
-        numbers[record.id] = number
+        tally.places[record.id] = where
         for rule in dict.fromkeys(mended):
             tally.repair(rule, where)
         tally.schemas[schema] += 1
@@ -87,15 +87,8 @@ def check_file(path: Path) -> None:
         inside = sorted(p.name for p in path.iterdir() if p.suffix in SUFFIXES)
         names = f"Name a file in it: {', '.join(inside[:8])}" if inside else f"It holds no {', '.join(SUFFIXES)} file"
         raise UserError(f"{path} is a folder, not a file. {names}")
-    raise UserError(f"prompt file {path} does not exist.{near_names(path)}")
-
-
-def near_names(path: Path) -> str:
-    """' Did you mean ...?' of the file in the same folder whose name is nearest."""
-    folder = path.parent
-    names = [p.name for p in folder.iterdir() if p.is_file()] if folder.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
-    return f" Did you mean {folder / near[0]}?" if near else ""
+    where = "" if path.is_absolute() else f" in {Path.cwd()}"
+    raise UserError(f"prompt file {path} does not exist{where}.{near_names(path)} Give the path of a file that does")
 
 
 def _opened(path: Path) -> io.BufferedIOBase:
@@ -109,6 +102,7 @@ def _opened(path: Path) -> io.BufferedIOBase:
 
 
 def _json_rows(stream: io.BufferedIOBase, path: Path) -> Iterator[Row]:
+    first = not {".json", ".jsonl"} & set(path.suffixes)  # of a file whose name does not say that it is JSON
     for number, line in enumerate(stream, start=1):
         if number == 1:
             if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -119,7 +113,11 @@ def _json_rows(stream: io.BufferedIOBase, path: Path) -> Iterator[Row]:
                 yield from ((i, f"element {i}", value) for i, value in enumerate(json.loads(whole)))
                 return
         if line.strip():
-            yield number, f"line {number}", _parse(line)
+            value = _parse(line)
+            if first and isinstance(value, Refused):
+                raise UserError(f"{path} is not of a format that is read here: {FORMATS}. Write it as one of them")
+            first = False
+            yield number, f"line {number}", value
 
 
 def _parse(line: bytes) -> Any:

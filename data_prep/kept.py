@@ -36,7 +36,10 @@ def encode_kept(terms: Terms, part: Sequence[tuple[str, Record]]) -> tuple[Rows,
             counts["cut"] += cut
             rows.append((ids, marks))
             record = encoded.record
-            answers = ([t for t, m in zip(ids, marks, strict=True) if m == k] for k in range(1, max(marks) + 1))
+            answers: dict[int, list[int]] = defaultdict(list)
+            for token, mark in zip(ids, marks, strict=True):
+                answers[mark].append(token)
+            answers.pop(0, None)  # what is no answer
             meta.append(
                 {
                     "id": record.id,
@@ -44,7 +47,7 @@ def encode_kept(terms: Terms, part: Sequence[tuple[str, Record]]) -> tuple[Rows,
                     "category": record.category,
                     "key": key_of(record),
                     "temperature": None,
-                    "loop": any(map(is_loop, answers)),
+                    "loop": any(map(is_loop, answers.values())),
                     "turn": encoded.turn,
                     "fate": "cut" if cut else "ended",
                 }

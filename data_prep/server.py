@@ -30,6 +30,7 @@ FEW = 0.5  # share of a shard's dialogues; a shard of which more have failed is 
 PLAIN = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
 PLAIN |= {"frequency_penalty": 0.0, "n": 1, "stream": False}
 MEND = "Mend the server or data.server and run the same command again."
+KEY = "It wants a key, or another one than this: set OPENAI_API_KEY in the environment."
 
 T = TypeVar("T")
 
@@ -154,6 +155,8 @@ class Server:
                 reply = client.get("models")
         except httpx.HTTPError as error:
             raise UserError(f"data.server.url={url}: no answer ({error or type(error).__name__}). {MEND}") from error
+        if reply.status_code in (401, 403):
+            raise UserError(f"data.server.url={url}: {url}/models answers {reply.status_code}. {KEY}")
         try:
             entries = reply.json()["data"] if reply.status_code != 404 else [{"id": wanted}] * bool(wanted)
             found = {str(entry["id"]): entry for entry in entries}
@@ -266,7 +269,8 @@ class Session:
                 self.free_at = max(self.free_at, loop.time() + min(LONGEST_WAIT, int(pause)))
             raise Trouble(str(status), text)
         if status in (401, 403, 404):
-            raise UserError(f"the server at {self.server.config.url} answers {status}: {text}. {MEND}")
+            mend = MEND if status == 404 else KEY
+            raise UserError(f"the server at {self.server.config.url} answers {status}: {text}. {mend}")
         if status != 200:
             raise Refused(f"the server answers {status}: {text}")
         try:

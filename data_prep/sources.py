@@ -8,9 +8,9 @@ from data_prep.intake import read_source
 from data_prep.probe import Load, folder_at_hand
 from data_prep.schemas import Conversation, Record, Rendered
 from data_prep.synthesis import A_LIST, LIST_TOKENS, SURPLUS
-from recipes.schema import DataConfig, Recipe, SourceConfig, UserError
+from data_prep.tally import Tally
+from recipes.schema import KINDS, DataConfig, Recipe, SourceConfig, UserError
 
-KINDS = ("file", "hub", "self")
 BYTES_PER_TOKEN = 5  # int32 id and uint8 mark
 SAMPLED = 256  # records of a file whose lengths are looked at
 CHARACTERS = 4  # a token, where the tokenizer is not at hand
@@ -29,6 +29,7 @@ class SourceCost:
     answer_tokens: int
     kept_tokens: int  # answers that the source came with, an estimate
     row_bytes: int
+    rows: tuple[str, ...] = ()  # of a file that was read: what is mended and what refused
 
     @staticmethod
     def table(costs: list["SourceCost"]) -> str:
@@ -42,6 +43,7 @@ class SourceCost:
                 f"  {c.name} ({c.kind}): {c.prompts:,} prompts, at most {c.written_tokens:,} question tokens and "
                 f"{c.answer_tokens:,} answer tokens generated{kept}, {c.row_bytes / 1e6:,.1f} MB of rows on disk"
             )
+            lines += [f"    {line}" for line in c.rows]
         known = [c for c in costs if c.prompts >= 0]
         tokens = sum(c.written_tokens + c.answer_tokens for c in known)
         # answers and rows are both kept
@@ -70,6 +72,14 @@ def check_sources(recipe: Recipe) -> list[SourceCost]:
     return [_source_cost(name, source, recipe) for name, source in data.sources.items()]
 
 
+def read_named(name: str, source: SourceConfig) -> tuple[list[Record], Tally]:
+    """As `read_source`, with the recipe's key in front of what is wrong."""
+    try:
+        return read_source(source)
+    except UserError as error:
+        raise UserError(f"data.sources.{name}.path: {error}") from error
+
+
 def _source_cost(name: str, source: SourceConfig, recipe: Recipe) -> SourceCost:
     data = recipe.data
     key = f"data.sources.{name}"
@@ -79,7 +89,7 @@ def _source_cost(name: str, source: SourceConfig, recipe: Recipe) -> SourceCost:
         raise UserError(f"{key}.rows={source.rows} must not be negative (0 = all)")
     if source.kind in ("file", "hub") and not source.path:
         raise UserError(f"{key}.path is empty: a source of kind {source.kind} needs one")
-    written = kept = 0
+    written, kept, rows_read = 0, 0, list[str]()
     asked = max(0, data.max_length - data.answer_tokens)  # for each prompt: what leaves room for a whole answer
     if source.kind == "self":
         if source.rows == 0:
@@ -92,8 +102,8 @@ def _source_cost(name: str, source: SourceConfig, recipe: Recipe) -> SourceCost:
         written = ceil(SURPLUS * count) * source.max_tokens + ceil(source.subjects / A_LIST) * LIST_TOKENS
         asked = min(asked, source.max_tokens)
     elif source.kind == "file":
-        records = read_source(source)[0]
-        count = len(records)
+        records, tally = read_named(name, source)
+        count, rows_read = len(records), tally.lines()[1:]
         asked, kept = _lengths(records, recipe)
     else:
         count = source.rows or -1
@@ -108,6 +118,7 @@ def _source_cost(name: str, source: SourceConfig, recipe: Recipe) -> SourceCost:
         0 if keep else rows * data.answer_tokens,
         rows * kept if keep else 0,
         rows * data.max_length * BYTES_PER_TOKEN,
+        tuple(rows_read),
     )
 
 

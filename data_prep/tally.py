@@ -24,6 +24,7 @@ class Tally:
     repaired: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # reason -> (where, why)
+    places: dict[str, str] = field(default_factory=dict)  # id of a record that was read -> where it stands
 
     def repair(self, rule: str, where: str) -> None:
         self.repaired[rule] += 1

@@ -5,13 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2.meta import find_undeclared_variables
 from transformers import PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from recipes.schema import UserError
 
 Message = dict[str, Any]  # role, content, and what the template knows besides: reasoning_content, tool_calls, ...
 SENTINEL = "EspalierSentinelText"  # no template holds it, and no template changes it
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names under which a turn may carry it
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,14 @@ def render_all(
 def has_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the template says which of its parts the model generates."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)) is not None
+
+
+def arguments_read(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """Names that the chat template takes from outside: messages, tools if it shows them, and arguments of its own."""
+    stored = tokenizer.chat_template
+    parts = stored.values() if isinstance(stored, Mapping) else [stored]  # some come with one for tools apart
+    trees = [_compile_jinja_template(part).environment.parse(part) for part in parts]
+    return frozenset().union(*(find_undeclared_variables(tree) for tree in trees))
 
 
 def tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

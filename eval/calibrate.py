@@ -32,9 +32,9 @@ from eval.tree import FIELDS, DraftTree
 from eval.verify import walk
 from models.capture import Steps
 from models.eagle3 import Eagle3
-from models.target import Target, choose_device, choose_dtype, padded
+from models.target import Target, padded
 from recipes.cli import entry
-from recipes.files import make_folder, sha256_file, sha256_json, write_json
+from recipes.files import check_writable, sha256_file, sha256_json, write_json
 from recipes.schema import Recipe, UserError
 
 TOKENS, COST_TOKENS, COST_BATCHES = 64, 24, 3
@@ -222,17 +222,15 @@ def joined(logs: Sequence[Log]) -> Log:
 
 def main(recipe: Recipe) -> None:
     """Calibrate, and store gates and matrix beside the drafter."""
-    from eval.run import check_belongs, drafter_folder, dtype_name, load
+    from eval.run import check_models, drafter_folder, load
 
     check_settings(recipe)
-    choose_dtype(dtype_name(recipe), choose_device(recipe.device))
-    check_belongs(recipe)
-    folder, prompts = drafter_folder(recipe), warmup_prompts()
+    check_models(recipe)
+    folder, prompts = check_writable(drafter_folder(recipe)), warmup_prompts()
     if recipe.dry_run:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         print(f"{len(prompts)} validation prompts, {TOKENS} tokens each; {FILE} and {MATRIX_FILE} go to {folder}")
         return
-    make_folder(folder)  # writable?
     target, drafter, folder = load(recipe)
     record, matrix = calibrate(recipe, target, drafter, prompts)
     record["drafter"] = sha256_file(folder / "model.safetensors")

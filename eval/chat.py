@@ -21,12 +21,11 @@ from eval import tunings
 from eval.decode import Decoded, RowResult, decode_keeping
 from eval.matrix import SuccessorMatrix
 from eval.memory import SMALLER, attempt
-from eval.outcome import in_dtype, longest_prompt, new_matrix, no_room_for_prompts
+from eval.outcome import check_room, in_dtype, longest_prompt, new_matrix
 from eval.plan import at_batch, check_settings, describe, plan, settings_of
-from eval.run import calibrated_gates, check_belongs, drafter_folder, load, load_eval_target, with_calibrated_gates
+from eval.run import calibrated_gates, check_models, drafter_folder, load, load_eval_target, with_calibrated_gates
 from eval.settings import Settings
 from models.eagle3 import Eagle3
-from models.source import resolve
 from models.target import Target
 from recipes.cli import entry
 from recipes.schema import DRAFTED, Recipe, UserError
@@ -44,8 +43,7 @@ class Chat:
         self.recipe, self.target, self.settings = recipe, target, settings
         self.drafter = None if drafter is None else in_dtype(drafter, target.dtype)
         self.limit = longest_prompt(target, recipe.eval)
-        if self.limit < 1:
-            raise UserError(no_room_for_prompts(target, recipe.eval))
+        check_room(target, recipe.eval)
         self._decode = decode_keeping()
         self.reset()
 
@@ -183,10 +181,9 @@ def tuned_settings(recipe: Recipe, folder: Path, target: Target) -> Settings:
 def main(recipe: Recipe) -> None:
     check_settings(recipe)
     recipe = choose(recipe)
-    if recipe.decoder in DRAFTED:
-        check_belongs(recipe)
-    elif not recipe.dry_run:
-        resolve(recipe.target)
+    source = check_models(recipe, recipe.decoder in DRAFTED)
+    if source is not None:
+        check_room(source, recipe.eval)
     if recipe.dry_run:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         print(f"a conversation through {recipe.decoder}: {describe(settings_of(recipe.decoder, recipe.eval))}")

@@ -21,13 +21,13 @@ from eval.matrix_file import starting_matrix
 from eval.memory import SMALLER, attempt, by_halving
 from eval.outcome import (
     Outcome,
+    check_prompts,
     disjoint,
     encode,
     flag_loops,
     in_dtype,
     longest_prompt,
     new_matrix,
-    no_room_for_prompts,
     row_id,
     warmup_prompts,
 )
@@ -115,17 +115,13 @@ def evaluate(
     drafter = in_dtype(drafter, target.dtype) if drafter is not None else None
     if not prompts:
         raise UserError("no prompts to evaluate. Give prompts=FILE.jsonl with at least one line")
+    check_prompts(target, target.tokenizer, recipe, prompts)
     spare = disjoint(warmup if warmup is not None else warmup_prompts(), prompts)
     with lossless.exact_matmul(target):
         if recipe.eval.tune and tuned is None and drafter is not None:
             tuned = tune.tune(recipe, target, drafter, spare, decode=decode)
         bench = Bench(recipe, target, drafter, plan(recipe, tuned, drafter is not None, calibrated), decode)
         announce(bench, len(prompts))
-        if all(len(encode(target, recipe, prompt)) > bench.limit for prompt in prompts):
-            if bench.limit < 1:
-                raise UserError(no_room_for_prompts(target, recipe.eval))
-            longest = f"every prompt is longer than {bench.limit} tokens"
-            raise UserError(f"{longest}. Raise eval.max_prompt, or lower eval.max_new_tokens")
         warm_up(bench, spare)
         measure(bench, prompts)
         flag_loops(bench.outcomes)

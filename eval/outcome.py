@@ -5,6 +5,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,8 +15,9 @@ from data_prep.template import prompt_ids
 from eval.decode import Decoded, RowResult
 from eval.matrix import SuccessorMatrix
 from models.eagle3 import Eagle3
+from models.source import Source
 from models.target import Target
-from recipes.schema import EvalConfig, Recipe
+from recipes.schema import EvalConfig, Recipe, UserError
 
 STAGES = ("draft", "retrieve", "verify", "accept", "cache")  # where a round's time goes
 SHORT_CONTEXT = 64  # tokens
@@ -103,18 +105,29 @@ def encode(target: Target, recipe: Recipe, prompt: Prompt, answers: Sequence[str
     return prompt_ids(target.tokenizer, prompt.messages(answers), recipe.target.template_args)
 
 
-def longest_prompt(target: Target, e: EvalConfig) -> int:
+def check_prompts(target: Source | Target, tokenizer: Any, recipe: Recipe, prompts: Sequence[Prompt]) -> None:
+    """Refuse limits that leave no prompt to measure; needs no weights."""
+    check_room(target, recipe.eval)
+    limit, args = longest_prompt(target, recipe.eval), recipe.target.template_args
+    if not any(len(prompt_ids(tokenizer, prompt.messages(), args)) <= limit for prompt in prompts):
+        raise UserError(
+            f"every prompt is longer than {limit} tokens. Raise eval.max_prompt, or lower eval.max_new_tokens"
+        )
+
+
+def longest_prompt(target: Source | Target, e: EvalConfig) -> int:
     """The longest prompt that leaves room for an answer and for the tree that hangs off its last token."""
     return min(e.max_prompt, target.max_positions - e.max_new_tokens - SPARE_POSITIONS)
 
 
-def no_room_for_prompts(target: Target, e: EvalConfig) -> str:
-    """What to say where `longest_prompt` is below 1."""
-    most = target.max_positions - SPARE_POSITIONS - 1
-    return (
-        f"eval.max_new_tokens={e.max_new_tokens} leaves no room for a prompt: the target has {target.max_positions} "
-        f"positions. Use eval.max_new_tokens={most // 2} or less (at most {most} for a prompt of one token)"
-    )
+def check_room(target: Source | Target, e: EvalConfig) -> None:
+    if longest_prompt(target, e) < 1:
+        most = target.max_positions - SPARE_POSITIONS - 1
+        raise UserError(
+            f"eval.max_new_tokens={e.max_new_tokens} leaves no room for a prompt: the target has "
+            f"{target.max_positions} positions. Use eval.max_new_tokens={most // 2} or less (at most {most} for a "
+            "prompt of one token)"
+        )
 
 
 def warmup_prompts() -> list[Prompt]:

@@ -188,7 +188,9 @@ def describe(settings: Settings) -> str:
         return "one token a step"
     if settings.samples:
         many = f"{settings.paths} paths of " if settings.paths > 1 else ""
-        return f"{many}{settings.depth} sampled drafts, {settings.verifier}"
+        rule = RULES.get(settings.verifier)
+        biased = "" if rule is None or rule.lossless else ", not lossless"
+        return f"{many}{settings.depth} sampled drafts, {settings.verifier}{biased}"
     if settings.decoder == "chain":
         return f"{settings.depth} draft{'s' if settings.depth > 1 else ''} in a row"
     if settings.decoder in LINES:

@@ -46,7 +46,7 @@ TABLE = (
     Rule("spectr_gbv", spectr_gbv, lossless=False),
 )
 RULES = {rule.name: rule for rule in TABLE}
-BEST_OF_ONE, BEST_OF_SEVERAL = "block", "traversal"  # lossless, and measured to be the fastest (docs/verification.md)
+BEST_OF_ONE, BEST_OF_SEVERAL = "block", "traversal"  # the highest tau, the fastest by laws (docs/verification.md)
 
 FAULTS = (
     "a law of the target holds NaN, a negative number or infinity",
@@ -61,10 +61,13 @@ def rule_of(settings: Settings) -> Rule | None:
     """The rule that a decoder's drafts are judged by; None for sample-and-match, which has no use for laws. Raises
     UserError where the two do not go together."""
     s = settings
+    if s.paths < 1:
+        raise UserError(f"eval.paths={s.paths}: a rule judges K >= 1 paths. Use eval.paths=1 or more")
     if s.verifier == "match" or (s.verifier == "tree" and not s.samples):  # of the same law on a tree that is fixed
         if s.paths > 1 and not s.samples:
             raise UserError(
-                f"paths={s.paths}: greedy drafts are the same on every path. Give draft_temperature above 0, or paths=1"
+                f"eval.paths={s.paths}: greedy drafts are the same on every path. "
+                "Give eval.draft_temperature above 0, or eval.paths=1"
             )
         return None
     rule = RULES.get(s.verifier)
@@ -73,7 +76,7 @@ def rule_of(settings: Settings) -> Rule | None:
     if rule.laws and not s.samples:
         raise UserError(no_laws(rule, s))
     if s.paths > 1 and not rule.several:
-        raise UserError(f"verifier={rule.name} judges one path, and paths={s.paths} are drafted. Use paths=1")
+        raise UserError(f"verifier={rule.name} judges one path, and eval.paths={s.paths} are drafted. Use eval.paths=1")
     if rule.text_alone:
         raise UserError(
             f"verifier={rule.name} is exact only if the drafter's law depends on nothing but the text: it owes later "
@@ -155,7 +158,12 @@ def refuse(found: Sequence[Sequence[bool]]) -> None:
     for row, marks in enumerate(found):
         names = [name for name, holds in zip(FAULTS, marks, strict=False) if holds]
         if names:
-            raise UserError(f"verification, row {row}: {'; '.join(names)}. No rule is defined on such drafts")
+            hint = (
+                ". A model whose numbers overflow makes such laws: try eval.dtype=float32"
+                if marks[0] or marks[2]
+                else ""
+            )
+            raise UserError(f"verification, row {row}: {'; '.join(names)}. No rule is defined on such drafts{hint}")
 
 
 def stack_paths(rows: Sequence[Sequence[Sequence[int]]]) -> Tensor:

@@ -15,14 +15,14 @@ from omegaconf import OmegaConf
 from data_prep.prompts import Prompt, load_prompts
 from eval import calibrated, harness, sweep, tune
 from eval.matrix_file import is_file, read_matrix
-from eval.outcome import disjoint, warmup_prompts
+from eval.outcome import check_prompts, disjoint, warmup_prompts
 from eval.plan import Entry, batch_sizes, check_settings, describe, plan, warm_prompts
 from models.eagle3 import Eagle3
-from models.layouts import check_drafter, load_drafter, read_provenance
-from models.source import resolve
-from models.target import Target, choose_device, choose_dtype, load_target
+from models.layouts import check_drafter, load_drafter
+from models.source import Source, load_tokenizer, look_up
+from models.target import Target, check_taps, choose_device, choose_dtype, load_target
 from recipes.cli import entry
-from recipes.files import output_folder, run_folder
+from recipes.files import check_writable, output_folder, run_folder
 from recipes.schema import DRAFTED, Recipe, UserError
 
 # what generation configs may ask for and a tree of drafts cannot honour losslessly without knowing the path's history
@@ -85,34 +85,38 @@ def with_calibrated_gates(recipe: Recipe) -> Recipe:
 def check(recipe: Recipe) -> list[Prompt]:
     """All mistakes that show without weights; returns the prompts to measure."""
     check_settings(recipe)
-    device = choose_device(recipe.device)
-    choose_dtype(dtype_name(recipe), device)
+    check_writable(out_folder(recipe))
     prompts = load_prompts(recipe.prompts or recipe.eval.prompts, recipe.eval.limit)
     wanted, spare = warm_prompts(recipe.eval.matrix), disjoint(warmup_prompts(), prompts)
     if wanted > len(spare):
         words = f"only {len(spare)} warm-up prompts are at hand. Use warm-{len(spare)} or carried"
         raise UserError(f"eval.matrix=warm-{wanted}: {words}")
-    if needs_drafter(recipe):
-        check_belongs(recipe)
-    elif not recipe.dry_run:
-        resolve(recipe.target)
+    source = check_models(recipe, needs_drafter(recipe))
     if is_file(recipe.eval.matrix):
-        read_matrix(Path(recipe.eval.matrix).expanduser(), "" if recipe.dry_run else resolve(recipe.target).fingerprint)
+        read_matrix(Path(recipe.eval.matrix).expanduser(), "" if source is None else source.fingerprint)
+    if source is not None:
+        check_prompts(source, load_tokenizer(source, recipe.target.trust_remote_code), recipe, prompts)
     return prompts
 
 
-def check_belongs(recipe: Recipe) -> None:
-    """Refuse a drafter that is missing or is another target's. A dry run neither downloads nor converts a target."""
+def check_models(recipe: Recipe, drafter: bool = True) -> Source | None:
+    """Refuse a target that cannot be used, and a drafter that is missing or does not belong to it, without weights.
+
+    None where a dry run would have to fetch or convert the target: what hangs on it is not checked.
+    """
+    choose_dtype(dtype_name(recipe), choose_device(recipe.device))
     folder = drafter_folder(recipe)
-    if recipe.dry_run and not recipe.drafter and not folder.is_dir():
+    if drafter and recipe.dry_run and not recipe.drafter and not folder.is_dir():
         print(f"no drafter in {folder} yet")
-        return
-    existing_drafter(recipe)
-    if recipe.dry_run and not Path(recipe.target.path).expanduser().is_dir():
-        fingerprint = read_provenance(folder).get("fingerprint", "")
-    else:
-        fingerprint = resolve(recipe.target).fingerprint
-    check_drafter(folder, fingerprint)
+        drafter = False
+    if drafter:
+        existing_drafter(recipe)
+    source = look_up(recipe.target, recipe.dry_run)
+    if source is not None:
+        check_taps(recipe.target.taps, source.n_layers)
+    if drafter:
+        check_drafter(folder, source)
+    return source
 
 
 def load(recipe: Recipe) -> tuple[Target, Eagle3, Path]:
@@ -175,7 +179,7 @@ def cost(recipe: Recipe, prompts: list[Prompt], entries: list[Entry]) -> str:
     if recipe.eval.batch_sizes:
         sizes = ", ".join(map(str, batch_sizes(recipe.eval)))
         lines.append(f"  and first turns at batch {sizes}: every decoder, and ar, at each size")
-    if recipe.eval.tune:
+    if recipe.eval.tune and needs_drafter(recipe):
         seconds = f"about {tune.BUDGET_SECONDS:.0f} s a batch size"
         lines.append(f"  settings are tuned first ({seconds}) unless eval.tune left a tuned.json of this machine")
     lines.append(f"results, report.md and plots go to {out_folder(recipe)}")

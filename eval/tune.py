@@ -11,7 +11,6 @@ equally many rows. The field shrinks as prompts are added: all candidates, then 
 then a run-off of three. `ar` runs everywhere, and wins when nothing beats it.
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,8 +24,8 @@ from eval import tunings
 from eval.decode import Decoded, decode_keeping
 from eval.matrix import SuccessorMatrix
 from eval.memory import by_halving
-from eval.outcome import encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
-from eval.plan import POLICY, asked, at_batch, batch_sizes, policies, settings_of
+from eval.outcome import check_prompts, encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
+from eval.plan import POLICY, asked, at_batch, batch_sizes, check_settings, policies, settings_of
 from eval.results import environment
 from eval.settings import GATED, Settings
 from eval.trials import (
@@ -41,8 +40,10 @@ from eval.trials import (
     trials_of,
 )
 from models.eagle3 import Eagle3
+from models.source import load_tokenizer
 from models.target import Target
 from recipes.cli import entry
+from recipes.files import check_writable
 from recipes.schema import Recipe, UserError
 
 WARM_PROMPTS = 3
@@ -243,20 +244,20 @@ def _prompts(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> tuple
 
 def main(recipe: Recipe) -> None:
     """`python -m eval.tune recipe=NAME drafter=DIR`: tune at each batch size, and judge the choice on a grid."""
-    from eval.run import check_belongs, existing_drafter, load, with_calibrated_gates
+    from eval.run import check_models, drafter_folder, load, with_calibrated_gates
 
-    check_belongs(recipe)
+    check_settings(recipe)
+    source, prompts = check_models(recipe), warmup_prompts()
+    folder = check_writable(drafter_folder(recipe))  # tuned.json belongs beside the drafter
+    if source is not None:
+        check_prompts(source, load_tokenizer(source, recipe.target.trust_remote_code), recipe, prompts)
     if recipe.dry_run:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         sizes = ", ".join(map(str, batch_sizes(recipe.eval)))
         print(f"tuning takes about {BUDGET_SECONDS:.0f} s and the grid several times that, at each batch size: {sizes}")
         return
     recipe = with_calibrated_gates(recipe)
-    folder = existing_drafter(recipe)
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"drafter={folder} cannot be written to, and {tunings.FILE} belongs there. Tune a copy of it")
     target, drafter, _ = load(recipe)
-    prompts = warmup_prompts()
     for size in batch_sizes(recipe.eval):
         sized = at_batch(recipe, size)
         tuned = tune(sized, target, drafter, prompts)

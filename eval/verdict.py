@@ -68,9 +68,9 @@ def _cold_line(tables: list[Table], winner: Table) -> str:
 
 
 def _chain_line(tables: list[Table], winner: Table) -> str:
-    """Engines that serve chains alone want the chain's own answer."""
+    """Engines that serve chains alone want the chain's own answer; several paths a round are a tree to them."""
     chain = named(tables, "chain")
-    if chain is None or chain is winner or judged(chain)["speedup"] is None:
+    if chain is None or chain is winner or judged(chain)["speedup"] is None or chain["settings"]["paths"] > 1:
         return ""
     figures = judged(chain)
     words = {"pays": "pays too", "does not pay": "does not pay", "uncertain": "is not shown to pay"}

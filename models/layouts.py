@@ -15,11 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from models.eagle3 import Eagle3, Eagle3Config
+from models.source import Source
 from models.target import Target, check_taps
 from models.vocab import VocabMap
 from recipes.files import read_json, whole_folder, write_json
 from recipes.schema import UserError
 
+MAP = ("d2t", "t2d")
 OFF = (
     "norm_before_residual",
     "norm_before_fc",
@@ -90,15 +92,22 @@ def read_provenance(folder: Path) -> dict[str, Any]:
     return read_json(path, "drafter") if path.is_file() else {}
 
 
-def check_drafter(folder: Path, fingerprint: str) -> dict[str, Any]:
-    """Refuse, before any weights load, a folder that is no drafter or one for another target; returns its config."""
+def check_drafter(folder: Path, target: Source | Target | None) -> tuple[Eagle3Config, VocabMap] | None:
+    """Refuse, before weights load, a folder that is no drafter, one for another target, or one that does not fit it.
+
+    `target` None: it is not at hand, so that the folder is judged by itself alone, and None is returned.
+    """
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
-            raise UserError(f"drafter={folder}: no {name} there, so it is not an exported drafter")
-    config = read_json(folder / "config.json", f"drafter={folder}")
+            inner = folder / "drafter"
+            words = f"Did you mean drafter={inner}?" if inner.is_dir() else "Give the drafter/ folder of a finished run"
+            raise UserError(f"drafter={folder}: no {name} there, so it is not an exported drafter. {words}")
+    raw = read_json(folder / "config.json", f"drafter={folder}")
     try:
         with safe_open(folder / "model.safetensors", "pt") as file:
-            file.keys()
+            names = file.keys()
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+            d2t, t2d = (file.get_tensor(name) if name in shapes else None for name in MAP)
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"drafter={folder}: model.safetensors cannot be read: {error}. Export or copy it again."
@@ -106,28 +115,36 @@ def check_drafter(folder: Path, fingerprint: str) -> dict[str, Any]:
     stated = read_provenance(folder).get("fingerprint")
     if stated is None:
         print(f"warning: {folder} carries no target fingerprint; it may belong to another target", file=sys.stderr)
-    elif stated != fingerprint:
+    elif target is not None and stated != target.fingerprint:
+        ours = f"this one's is {target.fingerprint}"
         raise UserError(
-            f"drafter={folder} was trained for another target (fingerprint {stated}, this one's is {fingerprint}). "
+            f"drafter={folder} was trained for another target (fingerprint {stated}, {ours}). "
             "Use the recipe it was trained with, or train one for this target."
         )
-    return config
+    if target is None:
+        return None
+    config = _read_config(raw, folder, target)
+    if (d2t is None) != (config.draft_vocab_size == config.vocab_size):
+        raise UserError(f"drafter={folder}: d2t must be there exactly when draft_vocab_size is below vocab_size")
+    vocab = _read_vocab(d2t, t2d, config, folder)
+    _check_shapes(config, vocab, shapes, folder)
+    return config, vocab
 
 
 def load_drafter(folder: Path, target: Target) -> Eagle3:
     """Read a drafter for this target, on its device, in fp32. Raises UserError naming what does not fit."""
-    config = _read_config(check_drafter(folder, target.fingerprint), folder, target)
-    tensors = load_file(folder / "model.safetensors")
-    d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
-    if (d2t is None) != (config.draft_vocab_size == config.vocab_size):
-        raise UserError(f"drafter={folder}: d2t must be there exactly when draft_vocab_size is below vocab_size")
-    vocab = _read_vocab(d2t, t2d, config, folder)
-    drafter = Eagle3(config, vocab)
-    _fill(drafter, tensors, folder)
+    checked = check_drafter(folder, target)
+    assert checked is not None, "the target is given"
+    drafter = Eagle3(*checked)
+    tensors = {name: t for name, t in load_file(folder / "model.safetensors").items() if name not in MAP}
+    bad = [n for n, t in tensors.items() if not torch.isfinite(t.float()).all()]
+    if bad:
+        raise UserError(f"drafter={folder}: not finite: {bad}")
+    drafter.load_state_dict(tensors)
     return drafter.to(target.device).eval()
 
 
-def _read_config(raw: dict[str, Any], folder: Path, target: Target) -> Eagle3Config:
+def _read_config(raw: dict[str, Any], folder: Path, target: Source | Target) -> Eagle3Config:
     for name, kind in ((f.name, f.type) for f in fields(Eagle3Config)):
         if kind in (int, "int") and not isinstance(raw.get(name, 0), int):
             raise UserError(
@@ -150,7 +167,7 @@ def _read_config(raw: dict[str, Any], folder: Path, target: Target) -> Eagle3Con
     if (config.hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
         raise UserError(
             f"drafter={folder} is for hidden size {config.hidden_size} and vocabulary {config.vocab_size}, "
-            f"the target has {target.hidden_size} and {target.vocab_size}"
+            f"the target has {target.hidden_size} and {target.vocab_size}. Give the drafter that was trained for it"
         )
     return config
 
@@ -170,15 +187,14 @@ def _read_vocab(d2t: Tensor | None, t2d: Tensor | None, config: Eagle3Config, fo
     return vocab
 
 
-def _fill(drafter: Eagle3, tensors: dict[str, Tensor], folder: Path) -> None:
-    wanted = drafter.state_dict()
-    missing, unknown = sorted(wanted.keys() - tensors.keys()), sorted(tensors.keys() - wanted.keys())
-    wrong = [n for n in wanted.keys() & tensors.keys() if wanted[n].shape != tensors[n].shape]
+def _check_shapes(config: Eagle3Config, vocab: VocabMap, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
+    with torch.device("meta"):
+        wanted = {name: tuple(tensor.shape) for name, tensor in Eagle3(config, vocab).state_dict().items()}
+    found = {name: shape for name, shape in shapes.items() if name not in MAP}
+    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    wrong = sorted(name for name in wanted.keys() & found.keys() if wanted[name] != found[name])
     if missing or unknown or wrong:
         raise UserError(
-            f"drafter={folder}: tensors missing {missing}, unknown {unknown}, of wrong shape {sorted(wrong)}"
+            f"drafter={folder}: tensors missing {missing}, unknown {unknown}, of wrong shape {wrong}, "
+            "by its own config.json. Export or copy it again"
         )
-    bad = [n for n, t in tensors.items() if not torch.isfinite(t.float()).all()]
-    if bad:
-        raise UserError(f"drafter={folder}: not finite: {bad}")
-    drafter.load_state_dict(tensors)

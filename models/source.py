@@ -4,13 +4,14 @@ import hashlib
 import importlib.util
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
-from recipes.files import cache_dir, read_json, sha256_file, sha256_json, whole_folder, write_json
+from recipes.files import cache_dir, near_names, read_json, sha256_file, sha256_json, whole_folder, write_json
 from recipes.schema import TargetConfig, UserError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gemma3")
@@ -27,12 +28,41 @@ class Source:
     eos_ids: frozenset[int]
     template_hash: str
 
+    @cached_property
+    def config(self) -> Any:
+        """transformers' text config, as the loaded target will have it. (The tokenizer has read it: it is sound.)"""
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.folder).get_text_config()
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.config.vocab_size)
+
+    @property
+    def max_positions(self) -> int:
+        return int(self.config.max_position_embeddings)
+
 
 def resolve(cfg: TargetConfig) -> Source:
     """Find the target and refuse what can be refused without its weights: missing, not causal, no chat template."""
+    source = look_up(cfg)
+    assert source is not None, "what is not there is fetched or refused"
+    return source
+
+
+def look_up(cfg: TargetConfig, dry_run: bool = False) -> Source | None:
+    """As `resolve`; in a dry run None where the target would have to be downloaded or converted first."""
     if not cfg.path:
         raise UserError("target.path is empty: give a hub id, a folder, a .gguf file or package:NAME/FILE.gguf")
-    folder, weights_hash = _locate(cfg)
+    found = _locate(cfg, dry_run)
+    if found is None:
+        return None
+    folder, weights_hash = found
     config = read_json(folder / "config.json", f"target {cfg.path}")
     kind, text = config.get("model_type"), config.get("text_config", config)
     causal = any(a.endswith(("ForCausalLM", "ForConditionalGeneration")) for a in config.get("architectures") or [])
@@ -52,7 +82,8 @@ def resolve(cfg: TargetConfig) -> Source:
     eos = _eos_ids(folder, config, tokenizer)
     if not eos:
         raise UserError(f"target {cfg.path} names no end token (eos_token_id), so answers would never end")
-    fingerprint = sha256_json({"weights": weights_hash or _weights_hash(folder), "config": _identity(config)})[:32]
+    weights_hash = weights_hash or _weights_hash(folder, dry_run)
+    fingerprint = sha256_json({"weights": weights_hash, "config": _identity(config)})[:32]
     template = hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest()[:16]
     return Source(cfg.path, folder, fingerprint, text["num_hidden_layers"], eos, template)
 
@@ -63,25 +94,36 @@ def _identity(config: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in config.items() if k not in noise}
 
 
-def _locate(cfg: TargetConfig) -> tuple[Path, str]:
-    """(folder in transformers' layout, hash of the GGUF file it came from or '')."""
+def _locate(cfg: TargetConfig, dry_run: bool) -> tuple[Path, str] | None:
+    """(folder in transformers' layout, hash of the GGUF file it came from or ''); None: not at hand in a dry run."""
     path = Path(cfg.path).expanduser()
     if cfg.path.startswith("package:"):
         path = _package_file(cfg.path.removeprefix("package:"))
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise UserError(f"target: no GGUF file at {path}")
+            raise UserError(f"target: no GGUF file at {path}.{near_names(path)} Check target.path")
         digest = sha256_file(path)
         if cfg.sha256 and digest != cfg.sha256:
-            raise UserError(f"target: {path} has sha256 {digest}, but the recipe's target.sha256 says {cfg.sha256}")
-        return _convert(path, digest), digest
+            raise UserError(
+                f"target: {path} has sha256 {digest}, but the recipe's target.sha256 says {cfg.sha256}. "
+                "Fetch the file again; if it is the one that you mean, say so with target.sha256= and its own, or empty"
+            )
+        folder = cache_dir("targets", digest[:16])
+        if dry_run and not (folder / "config.json").is_file():
+            return None
+        return _convert(path, folder), digest
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"target: the folder {path} holds no config.json, so it is not a model")
+            inside = ", ".join(sorted(p.parent.name for p in path.glob("*/config.json"))[:8])
+            words = f"It has models inside: {inside}" if inside else "Give target.path the folder that has one"
+            raise UserError(f"target: the folder {path} holds no config.json, so it is not a model. {words}")
         return path, ""
     if path.exists() or cfg.path.count("/") != 1 or cfg.path.startswith((".", "/", "~")):
-        raise UserError(f"target: {cfg.path} is neither a folder, a .gguf file nor a hub id (OWNER/NAME)")
-    return _download(cfg.path), ""
+        raise UserError(
+            f"target: {cfg.path} is neither a folder, a .gguf file nor a hub id (OWNER/NAME).{near_names(path)} "
+            "Check target.path"
+        )
+    return None if dry_run else (_download(cfg.path), "")
 
 
 def _package_file(spec: str) -> Path:
@@ -104,15 +146,13 @@ def _download(hub_id: str) -> Path:
             snapshot_download(hub_id, allow_patterns=["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"])
         )
     except Exception as error:  # the hub client raises many families: no network, no such model, gated
-        reason = str(error).strip().splitlines()[0][:300]
         raise UserError(
-            f"target {hub_id}: cannot be fetched from the hub: {reason}. A local folder works too."
+            f"target {hub_id}: cannot be fetched from the hub: {_brief(error)}. A local folder works too."
         ) from error
 
 
-def _convert(gguf: Path, digest: str) -> Path:
+def _convert(gguf: Path, folder: Path) -> Path:
     """Float weights of a GGUF file, made once and kept under the user's cache."""
-    folder = cache_dir("targets", digest[:16])
     if not (folder / "config.json").is_file():
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -131,19 +171,40 @@ def _convert(gguf: Path, digest: str) -> Path:
     return folder
 
 
-def _weights_hash(folder: Path) -> str:
-    """sha256 over the safetensors files; remembered by name, size and time, since large targets take a while."""
+def _weights_hash(folder: Path, dry_run: bool) -> str:
+    """sha256 over the safetensors files; remembered by name, size and time, since large targets take a while. (A dry
+    run writes nothing, not even that.)"""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"target: {folder} holds no .safetensors weights (pickled .bin weights are not loaded)")
+    _check_whole(folder, files)
     stamp = sha256_json([[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files])
     memory = cache_dir("fingerprints", f"{stamp[:32]}.json")
     if memory.is_file():
         return str(json.loads(memory.read_text())["sha256"])
     digest = sha256_json([sha256_file(f) for f in files])
-    memory.parent.mkdir(parents=True, exist_ok=True)
-    write_json(memory, {"sha256": digest, "folder": str(folder)})
+    if not dry_run:
+        memory.parent.mkdir(parents=True, exist_ok=True)
+        write_json(memory, {"sha256": digest, "folder": str(folder)})
     return digest
+
+
+def _check_whole(folder: Path, files: list[Path]) -> None:
+    """Refuse weights that were fetched in part: a file cut short, or one that the index names and is not there."""
+    for file in files:
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"target: {file} cannot be read: {_brief(error)}. Fetch it again") from error
+    index = folder / "model.safetensors.index.json"
+    named = set(read_json(index, "target").get("weight_map", {}).values()) if index.is_file() else set()
+    if missing := sorted(named - {file.name for file in files}):
+        raise UserError(f"target: {folder} lacks {', '.join(missing[:4])} of {len(named)} files. Fetch the model again")
+
+
+def _brief(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def _eos_ids(folder: Path, config: dict[str, Any], tokenizer: Any) -> frozenset[int]:
@@ -166,8 +227,7 @@ def _tokenizer(folder: Path, trust: bool) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
     except Exception as error:  # tokenizer files can be wrong in many ways
-        reason = str(error).strip().splitlines()[0][:300]
-        raise UserError(f"target: the tokenizer in {folder} cannot be loaded: {reason}") from error
+        raise UserError(f"target: the tokenizer in {folder} cannot be loaded: {_brief(error)}") from error
 
 
 def load_tokenizer(source: Source, trust_remote_code: bool = False) -> Any:
@@ -182,6 +242,6 @@ def load_model(source: Source, device: torch.device, dtype: torch.dtype, trust_r
             source.folder, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0][:300]
-        raise UserError(f"target {source.name}: weights in {source.folder} cannot be loaded: {reason}") from error
+        where = f"target {source.name}: weights in {source.folder}"
+        raise UserError(f"{where} cannot be loaded: {_brief(error)}") from error
     return model.to(device)

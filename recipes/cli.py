@@ -3,11 +3,12 @@
 import sys
 from collections.abc import Callable
 
-from recipes.schema import Recipe, UserError, known_keys, load, recipe_names
+from recipes.schema import Recipe, SourceConfig, UserError, known_keys, load, recipe_names
 
 
 def entry(main: Callable[[Recipe], None], argv: list[str] | None = None) -> None:
-    """Run `main` on the resolved recipe; a UserError becomes one screen on stderr and exit code 2."""
+    """Run `main` on the resolved recipe; a UserError becomes one screen on stderr and exit code 2, Ctrl-C one line and
+    130, as shells have it."""
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(usage())
@@ -18,11 +19,15 @@ def entry(main: Callable[[Recipe], None], argv: list[str] | None = None) -> None
         _stop(str(error))
     except PermissionError as error:
         _stop(f"no permission for {error.filename}. Choose a folder that you may write to (run_dir, out, data.cache).")
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        print("interrupted: what is whole was kept, and the same command again goes on from there", file=sys.stderr)
+        sys.exit(130)
 
 
 def usage() -> str:
     groups: dict[str, list[str]] = {}
-    for key in known_keys():
+    for key in [*known_keys(), *known_keys(SourceConfig, "data.sources.NAME.")]:
         group, _, leaf = key.rpartition(".")
         groups.setdefault(group, []).append(leaf)
     lines = ["recipe=NAME [key=value ...]      dry_run=true resolves and checks without loading weights"]

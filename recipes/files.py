@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from recipes.schema import Recipe, UserError
+from recipes.schema import Recipe, UserError, did_you_mean
 
 
 def cache_dir(*parts: str) -> Path:
@@ -24,8 +24,11 @@ def run_folder(recipe: Recipe) -> Path:
 
 def write_bytes(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)  # of a write that was interrupted
 
 
 def write_text(path: Path, text: str) -> None:
@@ -47,30 +50,41 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     return value
 
 
+def check_writable(path: Path) -> Path:
+    """Refuse a folder that could not be written to, or not be made; nothing is made."""
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if not there.is_dir():
+        reason = "it is a file" if there == path else f"{there} is a file"
+        raise UserError(f"cannot create the folder {path}: {reason}. Choose one that you may write to.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"no permission to write to the folder {there}. Choose another than {path}.")
+    return path
+
+
 def make_folder(path: Path) -> Path:
     """mkdir -p, with a missing permission told as the user's mistake."""
+    check_writable(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
             f"cannot create the folder {path}: {error.strerror}. Choose one that you may write to."
         ) from error
-    if not os.access(path, os.W_OK):
-        raise UserError(f"no permission to write to the folder {path}. Choose another.")
     return path
 
 
 @contextlib.contextmanager
 def output_folder(path: Path) -> Iterator[Path]:
-    """A folder to write results to, found writable before any work; when the work fails, one made here goes again."""
-    made = not path.exists()
+    """A folder to write results to, found writable before any work; when the work fails, what was made for it and is
+    still empty goes again, parents too."""
+    made = [p for p in (path, *path.parents) if not p.exists()]
     make_folder(path)
     try:
         yield path
     except BaseException:
-        if made:
-            with contextlib.suppress(OSError):  # not empty
-                path.rmdir()
+        with contextlib.suppress(OSError):  # not empty
+            for folder in made:
+                folder.rmdir()
         raise
 
 
@@ -92,6 +106,12 @@ def whole_folder(path: Path) -> Iterator[Path]:
         aside.replace(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def near_names(path: Path) -> str:
+    """Whether the file or folder beside it was meant whose name is nearest; '' where none is near."""
+    folder = path.parent
+    return did_you_mean(path.name, [p.name for p in folder.iterdir()], 0.75) if folder.is_dir() else ""
 
 
 def sha256_file(path: Path) -> str:

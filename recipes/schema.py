@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import functools
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ DRAFTED = ("chain", "eagle", "talon", "prune", "graft", "splice")  # those that 
 VERIFIERS = (
     "match", "tree", "token", "block", "greedy_block", "spectr", "multipath", "traversal", "promoted", "spectr_gbv"
 )  # fmt: skip
+KINDS = ("file", "hub", "self")  # of data.sources
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 # What `validate` asks of single keys; rules that join several are in it.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -32,7 +34,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "train.tracker": ("wandb", "none"),
     "decoder": ("", *DECODERS),
     "eval.verifier": ("auto", *VERIFIERS),
-    "verifier": ("", "auto", *VERIFIERS),
 }
 # sampling habits that depend on more than the next token's law, or change it along the path: refused by name
 NOT_LOSSLESS = ("penalty", "logit_bias", "min_p", "typical_p", "no_repeat", "beam", "bad_words", "guidance", "min_new")
@@ -177,11 +178,17 @@ class Recipe:
     # of `eval.run` and `data_prep.inspect` alone
     drafter: str = ""  # drafter folder
     decoder: str = ""  # one decoder instead of eval.decoders
-    verifier: str = ""  # instead of eval.verifier
+    verifier: str = ""  # instead of eval.verifier, and checked there
     prompts: str = ""  # instead of eval.prompts
     out: str = ""
     rows: int = 3
     unroll: bool = False  # of `data_prep.inspect`: show what every unroll step predicts
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """The question after the nearest known word, a space before it; '' where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def known_keys(cls: type = Recipe, prefix: str = "") -> list[str]:
@@ -247,7 +254,7 @@ def validate(recipe: Recipe) -> None:
 
 
 def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
-    rules = [(key, f"one of {', '.join(choices)}", _value(r, key) in choices) for key, choices in CHOICES.items()]
+    rules = [(key, _one_of([_value(r, key)], known), _value(r, key) in known) for key, known in CHOICES.items()]
     for least, groups in ((1, AT_LEAST_ONE), (0, AT_LEAST_ZERO)):
         keys = [f"{group}.{leaf}" for group, leaves in groups.items() for leaf in leaves]
         rules += [(key, f"{least} or more", _value(r, key) >= least) for key in keys]
@@ -274,7 +281,7 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
         ),
         (
             "eval.decoders",
-            f"some of {', '.join(DECODERS)}",
+            _one_of(r.eval.decoders, DECODERS, "some"),
             bool(r.eval.decoders) and set(r.eval.decoders) <= {*DECODERS},
         ),
         ("eval.batch_sizes", "numbers of 1 or more", all(size >= 1 for size in r.eval.batch_sizes)),
@@ -294,7 +301,7 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
 def _broken_source_rules(source: SourceConfig) -> list[tuple[str, str]]:
     by_itself = source.kind == "self"
     rules = [
-        ("kind", "one of file, hub, self", source.kind in ("file", "hub", "self")),
+        ("kind", _one_of([source.kind], KINDS), source.kind in KINDS),
         ("path", "given for this kind of source", by_itself or bool(source.path)),
         ("rows", "0 (all) or more; at least 1 when the target writes them", source.rows >= int(by_itself)),
         ("answers", "keep or regenerate", source.answers in ("keep", "regenerate")),
@@ -305,6 +312,13 @@ def _broken_source_rules(source: SourceConfig) -> list[tuple[str, str]]:
         ("subjects", "0 (none) or more", source.subjects >= 0),
     ]
     return [(key, rule) for key, rule, holds in rules if not holds]
+
+
+def _one_of(given: Sequence[str], choices: Sequence[str], quantity: str = "one") -> str:
+    """The rule in words, with the choice that is nearest to the first that is none."""
+    known = [choice for choice in choices if choice]
+    wrong = next((word for word in given if word not in choices), "")
+    return f"{quantity} of {', '.join(known)}{', or empty' * ('' in choices)}.{did_you_mean(wrong, known)}".rstrip(".")
 
 
 def _value(recipe: Recipe, key: str) -> Any:
@@ -327,8 +341,7 @@ def recipe_path(name: str) -> Path:
     for candidate in (HERE / f"{name}.yaml", Path(name)):
         if candidate.is_file() and candidate.suffix == ".yaml":
             return candidate
-    near = difflib.get_close_matches(name, recipe_names(), n=1, cutoff=0.4)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name, recipe_names(), 0.4)
     raise UserError(f"no recipe {name!r}: neither a name ({', '.join(recipe_names())}) nor a .yaml file.{hint}")
 
 

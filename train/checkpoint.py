@@ -32,6 +32,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 # number of ranks does: keep_features_mb=0)
 FREE = {"data.cache", "data.slots"}
 FREE |= {f"train.{key}" for key in ("save_every", "keep", "log_every", "tracker", "keep_features_mb")}
+LATER = {"target.fingerprint", "target.template", "data.hash", "vocabulary.hash"}  # not in the recipe
 PARTS = ("target", "data", "train", "eagle")
 
 Moments = dict[str, dict[str, Tensor]]  # exp_avg | exp_avg_sq -> parameter name -> fp32 tensor on the CPU
@@ -164,6 +165,19 @@ def refuse_change(old: dict[str, str], new: dict[str, str], run_dir: Path) -> No
             + "\n".join(changed)
             + "\nUndo the change to go on with that run, or start another with run_dir=DIR."
         )
+
+
+def refuse_other_run(run_dir: Path, known: dict[str, str]) -> None:
+    """UserError when the run in the folder, finished or not, differs from the one asked for in what is known of it
+    before the target is fetched and the data are prepared."""
+    summary, store = run_dir / "summary.json", Store(run_dir)
+    if summary.is_file():
+        stored = read_json(summary, "run folder (delete the file to redo the evaluation)")["identity"]
+    elif (step := store.latest()) is not None:
+        stored = store.state(step).identity
+    else:
+        return
+    refuse_change({k: v for k, v in stored.items() if k in known or k not in LATER}, known, run_dir)
 
 
 def _flatten(prefix: str, value: Any) -> dict[str, str]:

@@ -27,18 +27,18 @@ from rich.table import Table
 
 from data_prep.probe import expected
 from data_prep.prompts import Prompt, load_prompts
-from data_prep.run import Prepared, load_prepared, prepare
-from data_prep.sources import SourceCost, check_sources
+from data_prep.run import Prepared, check, load_prepared, prepare
+from data_prep.sources import SourceCost
 from eval import harness
 from models.card import measured, public, sources, target_licence, write_card
 from models.eagle3 import Eagle3, Eagle3Config
 from models.layouts import save_drafter
-from models.source import Source, resolve
-from models.target import Target, check_taps, choose_device, choose_dtype, load_target
+from models.source import Source, load_tokenizer
+from models.target import Target, choose_device, choose_dtype, load_target
 from recipes.cli import entry
-from recipes.files import make_folder, read_json, run_folder, whole_folder, write_json, write_text
+from recipes.files import check_writable, output_folder, read_json, run_folder, whole_folder, write_json, write_text
 from recipes.schema import Recipe, UserError, save
-from train.checkpoint import State, Store, refuse_change, run_identity
+from train.checkpoint import State, Store, refuse_other_run, run_identity
 from train.cost import kept_features, training_cost, use_bf16
 from train.loop import Loop, make_accelerator
 from train.objective import UnrollLoss
@@ -48,13 +48,13 @@ VERSIONS = ("torch", "transformers", "accelerate", "deepspeed", "safetensors")
 
 def main(recipe: Recipe) -> None:
     harness.check_settings(recipe)
-    folder = run_folder(recipe)
-    costs = check_sources(recipe)
+    folder = check_writable(run_folder(recipe))
     prompts = load_prompts(recipe.eval.prompts, recipe.eval.limit)
-    if recipe.dry_run:
-        # looking at any other kind of target may download or convert it: too much here
-        if Path(recipe.target.path).expanduser().is_dir():
-            check_taps(recipe.target.taps, resolve(recipe.target).n_layers)
+    costs, source = check(recipe)
+    refuse_other_run(folder, run_identity(recipe, **hashes(source)))
+    if source is not None:
+        harness.check_prompts(source, load_tokenizer(source, recipe.target.trust_remote_code), recipe, prompts)
+    if source is None or recipe.dry_run:  # None in a dry run alone
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         print(SourceCost.table(costs))
         print("\n".join(expected(recipe, SourceCost.load(costs))))
@@ -63,11 +63,12 @@ def main(recipe: Recipe) -> None:
             f"evaluation: {len(prompts)} prompts by {', '.join(recipe.eval.decoders)}\nrun folder: {folder.resolve()}"
         )
         return
-    source = resolve(recipe.target)
-    check_taps(recipe.target.taps, source.n_layers)
-    make_folder(folder)
-    if finished(recipe, folder, source):
-        return
+    with output_folder(folder):
+        if not finished(folder):
+            train(recipe, folder, source, prompts)
+
+
+def train(recipe: Recipe, folder: Path, source: Source, prompts: list[Prompt]) -> None:
     torch.manual_seed(recipe.seed)
     device = local_device(recipe)
     dtype = choose_dtype(recipe.target.dtype, device)
@@ -128,10 +129,15 @@ def shared(folder: Path) -> Prepared:
 
 
 def identify(recipe: Recipe, source: Source, prepared: Prepared) -> dict[str, str]:
-    hashes = {"data.hash": str(prepared.report["hash"]), "vocabulary.hash": prepared.vocab.hash()}
-    return run_identity(
-        recipe, **{"target.fingerprint": source.fingerprint, "target.template": source.template_hash}, **hashes
-    )
+    prepared_hashes = {"data.hash": str(prepared.report["hash"]), "vocabulary.hash": prepared.vocab.hash()}
+    return run_identity(recipe, **hashes(source), **prepared_hashes)
+
+
+def hashes(source: Source | None) -> dict[str, str]:
+    """Of the target, where it is at hand."""
+    if source is None:
+        return {}
+    return {"target.fingerprint": source.fingerprint, "target.template": source.template_hash}
 
 
 def begin(recipe: Recipe, folder: Path, source: Source, prepared: Prepared) -> None:
@@ -258,17 +264,12 @@ def show(folder: Path, summary: dict[str, Any]) -> None:
     Console().print(table)
 
 
-def finished(recipe: Recipe, folder: Path, source: Source) -> bool:
-    """Whether the run folder holds this very run, complete; if so say so. Another run's folder is refused."""
+def finished(folder: Path) -> bool:
+    """Whether the run in the folder is complete; if so say so."""
     path = folder / "summary.json"
     if not path.is_file():
         return False
     summary = read_json(path, "run folder (delete the file to redo the evaluation)")
-    identity = run_identity(
-        recipe, **{"target.fingerprint": source.fingerprint, "target.template": source.template_hash}
-    )
-    hashed = {"data.hash", "vocabulary.hash"}  # known only once the data are prepared
-    refuse_change({k: v for k, v in summary["identity"].items() if k not in hashed}, identity, folder)
     if rank() == 0:
         print(
             f"this run is finished: {summary['steps']} steps. For another, give run_dir=DIR or remove {folder}",

@@ -27,6 +27,7 @@ class Fake(ThreadingHTTPServer):
         self.models: Any = {"data": [{"id": "tiny", "root": "tiny/root", "created": time.time()}]}
         self.faults: Callable[[int, dict[str, Any]], Fault | None] = lambda n, body: None
         self.change: Callable[[dict[str, Any]], dict[str, Any]] = lambda reply: reply
+        self.closed = False  # asks everybody for a key that nobody has
         self.delay = 0.0
         self.asked: list[dict[str, Any]] = []
         self.headers_seen: list[dict[str, str]] = []
@@ -56,6 +57,9 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def do_GET(self) -> None:
+        if self.server.closed:
+            self.reply(401, b'{"error": "Unauthorized"}')
+            return
         fine = self.path == "/v1/models" and self.server.models is not None
         body = json.dumps(self.server.models).encode() if fine else b"<html>no such page</html>"
         self.reply(200 if fine else 404, body)

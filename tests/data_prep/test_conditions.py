@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from data_prep.conditions import conditions, one_sided
+from data_prep.conditions import conditions, one_sided, unread
 from data_prep.run import prepare
 from data_prep.schemas import Conversation, Record, Rendered
+from data_prep.template import arguments_read
 from models.target import Target, load_target
 from recipes.schema import Recipe, SourceConfig, TargetConfig
-from tests.data_prep.styles import GPT_OSS, QWEN3
+from tests.data_prep.styles import GPT_OSS, QWEN3, STYLES
 
 TOOL = {"type": "function", "function": {"name": "look"}}
 Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -51,6 +52,25 @@ def test_a_mode_that_no_conversation_has_is_warned_of() -> None:
     (warning,) = one_sided(QWEN3, conditions([plain], {}))
     assert "at the template's default" in warning
     assert one_sided(GPT_OSS, conditions([plain], {})) == []  # there `thinking` is a field of a turn
+
+
+def test_what_the_template_does_not_read_is_warned_of(tokenizer: Any) -> None:
+    (tools,) = [s for s in STYLES if s.tools]
+    call = {**A, "tool_calls": [TOOL]}
+    records: list[Record] = [Conversation("1", [Q, call], tools=[TOOL], template_args={"enable_thinkin": False})]
+    records.append(Conversation("2", [Q, A], template_args={"enable_thinking": False, "enable_thinkin": True}))
+
+    def warnings(template: Any) -> list[str]:
+        tokenizer.chat_template = template
+        return unread(str(template), arguments_read(tokenizer), conditions(records, {}))
+
+    said = warnings(QWEN3)
+    assert len(said) == 3 and "2 training conversations give the template argument enable_thinkin," in said[0]
+    assert "Did you mean enable_thinking?" in said[0]
+    assert "1 training conversations hold tools, which" in said[1] and "hold tool calls, which" in said[2]
+    assert [w.split(",")[0][-14:] for w in warnings(tools.template)] == ["enable_thinkin", "nable_thinking"]
+    # some tokenizers come with several templates, each under a name
+    assert warnings({"default": QWEN3, "tool_use": tools.template}) == said[:1]
 
 
 @pytest.fixture(scope="module")

@@ -114,10 +114,12 @@ def dialogues(draw: st.DrawFn, style: Style) -> Conversation:
     return Conversation("d", messages, tools=tools)
 
 
-def check(tokenizer: Any, style: Style, talk: Conversation) -> int:
-    """Compare; the number of rows that came out."""
+def check(tokenizer: Any, style: Style, talk: Conversation, many: int) -> int:
+    """Compare; the number of rows that came out. From `many` answers on the conversation is followed."""
     spell, tally = token_bytes(tokenizer), Tally()
-    found = list(encode_records(tokenizer, [talk], style.args, tally))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data_prep.encode.MANY", many)
+        found = list(encode_records(tokenizer, [talk], style.args, tally))
     expected, refused = [], 0
     for text, answers in slow_rows(style, talk):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -150,7 +152,8 @@ def prove(tokenizer: Any, style: Style, examples: int) -> None:
     @given(talk=dialogues(style))
     def holds(talk: Conversation) -> None:
         nonlocal rows
-        rows += check(dressed, style, talk)
+        rows += check(dressed, style, talk, many=99)
+        assert check(dressed, style, talk, many=1) >= 0
 
     holds()
     assert rows > examples / 2
@@ -249,6 +252,17 @@ def test_reasoning_that_the_template_leaves_out_is_refused(tokenizer: Any) -> No
     talk.messages[1]["reasoning"] = "because"
     _, tally = encode(tokenizer, talk)
     assert list(tally.refused) == ["reasoning that the chat template does not show"]
+
+
+def test_tool_calls_that_the_template_leaves_out_are_refused(tokenizer: Any) -> None:
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    asked, called = {"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}
+    rest = [{"role": "tool", "content": "x"}, {"role": "assistant", "content": "a"}]
+    _, tally = encode(tokenizer, Conversation("c", [asked, called, *rest]))
+    assert list(tally.refused) == ["tool calls that the chat template does not show"]
+    (style,) = [s for s in STYLES if s.tools]
+    rows, tally = encode(styled(tokenizer, style), Conversation("c", [asked, called, *rest]))
+    assert len(rows) == 1 and not tally.refused
 
 
 def test_a_template_without_an_end_marker_is_refused_at_once(tokenizer: Any) -> None:

@@ -89,6 +89,9 @@ def test_a_file_of_many_schemas_and_faults_accounts_for_every_row(tmp_path: Path
         ("no.jsonl.zst", b"nothing of the kind", "cannot be read to its end"),
         ("no.parquet", b"nothing of the kind", "cannot be read to its end"),
         ("cut.json", b'[{"prompt": "x"}, ', "cannot be read to its end"),
+        ("table.csv", b"prompt,answer\nx,y\n", r"not of a format that is read here: JSON lines \(.jsonl\)"),
+        ("table.csv.gz", gzip.compress(b"\nprompt,answer\nx,y\n"), "not of a format that is read here"),
+        ("book.xlsx", b"PK\x03\x04\xff", "not of a format that is read here"),
     ],
 )
 def test_damage_to_a_whole_file(tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
@@ -104,6 +107,12 @@ def test_paths_that_are_no_files(tmp_path: Path) -> None:
         read_path(tmp_path)
     with pytest.raises(UserError, match=r"does not exist. Did you mean .*talks.jsonl"):
         read_path(tmp_path / "talk.jsonl")
+
+
+def test_json_lines_by_any_name_are_read(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_bytes(lines(ROWS) + b'{"broken\n')
+    records, tally = read_path(tmp_path / "rows.txt")
+    assert len(records) == 3 and tally.refused == {"not valid JSON": 1}
 
 
 def test_a_limit_reads_no_further(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.prompts import PACKAGED, Prompt, load_prompts, read_file
+from data_prep.prompts import PACKAGED, Prompt, is_hub_id, load_prompts, read_file
 from data_prep.schemas import to_record
 from recipes.schema import UserError
 
@@ -72,6 +72,20 @@ def test_files_that_are_not_there_or_empty_or_not_text(tmp_path: Path) -> None:
         load_prompts(str(tmp_path / "binary.jsonl"))
     with pytest.raises(UserError, match="Known besides files: report, humaneval"):
         load_prompts("/no/such/thing")
+
+
+def test_a_name_that_is_nearly_a_built_in_one_is_not_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.load_dataset", None)
+    for name, near in (("reprot", "report"), ("human_eval", "humaneval"), ("gsm-8k", "gsm8k"), ("MTBench", "mtbench")):
+        with pytest.raises(UserError, match=f"Did you mean '{near}'"):
+            load_prompts(name)
+    assert is_hub_id("a/gsm8k")
+
+
+def test_a_row_that_asks_nothing_is_named_by_its_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "mixed.jsonl", '{"id": "a", "turns": ["x"]}', "", '{"id": "b", "text": "<user>x"}')
+    with pytest.raises(UserError, match=f"{path}, line 3: rendered text or tokens, which hold no question"):
+        read_file(path)
 
 
 def test_sets_that_packages_carry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,19 +15,18 @@ import torch
 from data_prep import local, run
 from data_prep.loops import is_loop
 from data_prep.prompts import Prompt
-from data_prep.run import Prepared, load_prepared, prepare
+from data_prep.run import Prepared, check, load_prepared, main, prepare
 from data_prep.sources import SourceCost, check_sources
 from data_prep.template import prompt_ids
 from models.target import Target, load_target
 from models.vocab import VocabMap, write_vocab
-from recipes.schema import Recipe, SourceConfig, UserError
+from recipes.schema import Recipe, SourceConfig, TargetConfig, UserError
 
 Maker = Callable[..., Recipe]
 
 
 @pytest.fixture(scope="module")
 def target(target_folder: Path) -> Target:
-    from recipes.schema import TargetConfig
 
     return load_target(TargetConfig(path=str(target_folder)), "cpu", torch.float32)
 
@@ -197,8 +196,20 @@ def test_low_coverage_warns(make_recipe: Maker, target: Target, capsys: pytest.C
 def test_no_supervised_token_is_refused(make_recipe: Maker, target: Target) -> None:
     with pytest.raises(UserError, match=r"no supervised token.*validation_rows=12"):
         prepare(make_recipe(validation_rows=12), lambda dtype: target)
-    with pytest.raises(UserError, match=r"no supervised token.*'no_room': 12"):
+    with pytest.raises(UserError, match=r"no supervised token.*12 x no_room"):
         prepare(make_recipe(max_length=8), lambda dtype: target)
+
+
+def test_what_is_refused_is_shown_once_and_told_again_where_nothing_is_left(
+    make_recipe: Maker, target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tales.jsonl"
+    path.write_text("".join(json.dumps({"text": f"Once there were {i} foxes."}) + "\n" for i in range(20)))
+    with pytest.raises(UserError, match=r"20 prompts became 0 rows \(20 x rendered text without an answer of this"):
+        prepare(make_recipe(sources={"tales": SourceConfig(path=str(path))}), lambda dtype: target)
+    told = capsys.readouterr().out
+    assert "20 x rendered text without an answer of this template (also tales-2, tales-3): tales-1: no " in told
+    assert "0 foxes" in told and "1 foxes" not in told
 
 
 def test_a_cache_that_cannot_be_written_is_refused(make_recipe: Maker, tmp_path: Path) -> None:
@@ -212,7 +223,7 @@ def test_a_cache_that_cannot_be_written_is_refused(make_recipe: Maker, tmp_path:
     [
         (SourceConfig(kind="magic"), "kind='magic' is not one of file, hub, self"),
         (SourceConfig(kind="file"), "path is empty"),
-        (SourceConfig(kind="file", path="/none.jsonl"), "does not exist"),
+        (SourceConfig(kind="file", path="/none.jsonl"), r"data\.sources\.mine\.path: .*/none.jsonl does not exist"),
         (SourceConfig(kind="hub"), "path is empty"),
         (SourceConfig(kind="self"), "rows is 0"),
         (SourceConfig(kind="self", rows=5, temperatures=[0.0]), "same question"),
@@ -245,6 +256,42 @@ def test_cost_of_a_dry_run(make_recipe: Maker) -> None:
     assert costs[1] == SourceCost("own", "self", 10, 13 * 50, 10 * 50, 240, 0, 10 * 96 * 5)
     table = SourceCost.table(costs)
     assert "total: 22 prompts, at most 1,178 generated tokens" in table and "hub (hub): as many prompts" in table
+
+
+def test_a_dry_run_names_rows_that_would_be_left_out(make_recipe: Maker, prompt_file: Path) -> None:
+    broken = prompt_file.with_name("broken.jsonl")
+    broken.write_text(prompt_file.read_text() + '{"turns": [\n')
+    table = SourceCost.table(check_sources(make_recipe(sources={"mine": SourceConfig(path=str(broken))})))
+    assert "12 prompts" in table and "refused 1: not valid JSON (line 13: " in table
+
+
+def test_too_few_prompts_are_told_before_they_are_answered(
+    make_recipe: Maker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(make_recipe(validation_rows=11))
+    assert "warning" not in capsys.readouterr().out
+    check(make_recipe(validation_rows=12))
+    assert "warning: 12 prompts and data.validation_rows=12" in capsys.readouterr().out
+
+
+def test_a_dry_run_refuses_what_the_data_would_be_kept_from(
+    make_recipe: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mistakes that need neither weights nor a single generated token."""
+    monkeypatch.setattr("data_prep.run.load_target", None)
+    recipe = replace(make_recipe(), dry_run=True)
+    (tmp_path / "file").write_text("")
+    wrong = {
+        "cannot create the folder": replace(recipe, data=replace(recipe.data, cache=str(tmp_path / "file" / "cache"))),
+        "/no/such/model is neither": replace(recipe, target=TargetConfig(path="/no/such/model")),
+        r"target\.taps=\[1, 2, 99\]": replace(recipe, target=replace(recipe.target, taps=[1, 2, 99])),
+        "Did you mean 'report'": replace(recipe, eval=replace(recipe.eval, prompts="reprot")),
+    }
+    for complaint, changed in wrong.items():
+        for dry_run in (True, False):
+            with pytest.raises(UserError, match=complaint):
+                main(replace(changed, dry_run=dry_run))
+    assert not (tmp_path / "cache").exists()
 
 
 def test_commands(tmp_path: Path, target_folder: Path, prompt_file: Path) -> None:

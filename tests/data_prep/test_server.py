@@ -237,6 +237,12 @@ def test_what_can_be_seen_is_refused_before_anything_is_asked(
     assert fake.asked == []
 
 
+def test_a_server_that_wants_a_key_says_where_to_put_it(served: Callable[..., Recipe], fake: Fake) -> None:
+    fake.closed = True
+    with pytest.raises(UserError, match=r"/v1/models answers 401. It wants a key.*set OPENAI_API_KEY"):
+        prepare(served(), never)
+
+
 def test_no_server_there(served: Callable[..., Recipe], fake: Fake) -> None:
     recipe = served()
     gone = replace(recipe.data.server, url="http://127.0.0.1:9/v1")
@@ -247,7 +253,7 @@ def test_no_server_there(served: Callable[..., Recipe], fake: Fake) -> None:
 @pytest.mark.parametrize(
     ("fault", "change", "complaint"),
     [
-        (status(401, "bad key"), None, "answers 401: bad key"),
+        (status(401, "bad key"), None, "answers 401: bad key.*set OPENAI_API_KEY"),
         (status(404, "no such model"), None, "answers 404"),
         (None, {"model": "other"}, "was asked for 'tiny' and answers as 'other'"),
         (None, {"usage": {"prompt_tokens": 3}}, "counts 3 tokens in a prompt of"),

@@ -65,9 +65,13 @@ def test_killed_at_random_moments_ends_with_the_same_bytes(many: Callable[[str],
         process = fork.Process(target=prepare, args=(recipe, lambda dtype: target))
         process.start()
         process.join(source.uniform(0.02, 0.5) * whole)
-        killed += process.is_alive()
-        process.kill()
-        process.join()
+        if process.is_alive():
+            killed += 1
+            process.kill()
+            process.join()
+        else:  # faster than the kill: as good a run as any, and a new one is begun
+            assert content(recipe) == content(many("whole"))
+            shutil.rmtree(Path(recipe.data.cache))
     assert killed >= 3
     prepare(recipe, lambda dtype: target)
     assert content(recipe) == content(many("whole"))

@@ -31,6 +31,21 @@ def test_it_pays_and_the_fastest_is_named() -> None:
     assert "draft length tried is 7, which pays too" in text
 
 
+def test_several_paths_are_no_chain_that_engines_serve() -> None:
+    warm: dict[str, Any] = {"temperature": 1.0, "decoders": ["ar", "chain", "eagle"]}
+    cost = price(chain=15.0, eagle=12.0)
+    assert "In an engine that serves chains alone" in verdict(tables(cost, **warm))
+    assert "In an engine that serves chains alone" not in verdict(tables(cost, **warm, paths=3))
+
+
+def test_a_rule_that_is_not_lossless_is_called_so_in_the_verdict() -> None:
+    warm: dict[str, Any] = {"temperature": 1.0, "decoders": ["ar", "chain"], "paths": 3}
+    assert "not lossless" not in verdict(tables(price(chain=12.0), **warm))
+    assert "3 paths of 7 sampled drafts, spectr_gbv, not lossless)" in verdict(
+        tables(price(chain=12.0), **warm, verifier="spectr_gbv")
+    )
+
+
 def test_it_does_not_pay() -> None:
     text = verdict(tables(price(chain=30.0, eagle=40.0, graft=50.0)))
     assert text.startswith("It does not pay")

@@ -1,15 +1,18 @@
 """`eval.run` from the command line: every mistake is one screen and exit code 2, and a run leaves whole results."""
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from eval import run, tune
+from eval import calibrate, run, tune
 from eval.matrix import SuccessorMatrix
 from eval.matrix_file import save_matrix
 from recipes.cli import entry
+from recipes.schema import Recipe
 from tests.eval.world import World
 
 
@@ -29,6 +32,7 @@ def refused(world: World, capsys: pytest.CaptureFixture[str], *extra: str) -> st
     return error
 
 
+@pytest.mark.parametrize("dry_run", ["true", "false"])
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
@@ -38,10 +42,15 @@ def refused(world: World, capsys: pytest.CaptureFixture[str], *extra: str) -> st
         ("eval.depth=0", "eval.depth=0"),
         ("eval.branch=0", "eval.branch=0"),
         ("eval.max_new_tokens=0", "eval.max_new_tokens=0"),
-        ("decoder=eagel", "decoder='eagel'"),
+        ("decoder=eagel", "Did you mean 'eagle'?"),
+        ("eval.max_new_tokens=600", "leaves no room for a prompt: the target has 512 positions"),
+        ("eval.max_prompt=3", "every prompt is longer than 3 tokens"),
+        ("target.path=/no/such/model", "/no/such/model is neither a folder"),
+        ("target.taps=[1,2,99]", "target.taps=[1, 2, 99]"),
         ("eval.matrix=warm", "cold, carried or warm-N"),
         ("eval.matrix=warm-99", "Use warm-18 or carried"),
         ("eval.matrix=nowhere.safetensors", "eval.matrix=nowhere.safetensors: no such file"),
+        ("prompts=reprot", "Did you mean 'report'?"),
         ("prompts=nowhere.jsonl", "'nowhere.jsonl': there is no such file"),
         ("drafter=nowhere", "drafter=nowhere: no such folder"),
         ("eval.repetition_penalty=1.1", "'eval.repetition_penalty' is refused"),
@@ -51,10 +60,45 @@ def refused(world: World, capsys: pytest.CaptureFixture[str], *extra: str) -> st
     ],
 )
 def test_mistakes_are_refused_before_weights_load(
-    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, extra: str, words: str
+    world: World,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    extra: str,
+    words: str,
+    dry_run: str,
 ) -> None:
     monkeypatch.setattr(run, "load_target", None)
-    assert words in refused(world, capsys, extra)
+    assert words in refused(world, capsys, extra, f"dry_run={dry_run}")
+
+
+@pytest.mark.parametrize("dry_run", ["true", "false"])
+@pytest.mark.parametrize("command", [run.main, tune.main, calibrate.main])
+def test_a_folder_that_cannot_be_written_to_is_refused_before_weights_load(
+    world: World,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: Callable[[Recipe], None],
+    dry_run: str,
+) -> None:
+    monkeypatch.setattr(run, "load_target", None)
+    closed = world.folder / ("drafter" if command is not run.main else "")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed)  # as root, everything may be written to
+    with pytest.raises(SystemExit) as stop:
+        entry(command, world.arguments(f"out={closed / 'new'}", f"dry_run={dry_run}"))
+    assert stop.value.code == 2
+    assert f"no permission to write to the folder {closed}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", ["", "dry_run=true"])
+def test_eval_tune_refuses_a_rule_that_cannot_judge_before_weights_load(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: str
+) -> None:
+    monkeypatch.setattr(run, "load_target", None)
+    given = ("verifier=block", "eval.temperature=1.0", "eval.paths=2", *filter(None, [more]))
+    with pytest.raises(SystemExit) as stop:
+        entry(tune.main, world.arguments("decoder=chain", *given))
+    assert stop.value.code == 2
+    assert "block judges one path, and eval.paths=2 are drafted" in capsys.readouterr().err
 
 
 def test_a_broken_prompt_line_is_named(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,17 +107,21 @@ def test_a_broken_prompt_line_is_named(world: World, capsys: pytest.CaptureFixtu
     assert "line 2" in refused(world, capsys, f"prompts={broken}")
 
 
+@pytest.mark.parametrize("dry_run", ["true", "false"])
 def test_a_drafter_for_another_target_is_refused(
-    world: World, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dry_run: str
 ) -> None:
+    monkeypatch.setattr(run, "load_target", None)
     other = tmp_path / "other"
     other.mkdir()
     for name in ("config.json", "model.safetensors"):
         (other / name).write_bytes((world.folder / "drafter" / name).read_bytes())
     (other / "provenance.json").write_text('{"fingerprint": "feedbeef"}')
-    assert "another target" in refused(world, capsys, f"drafter={other}")
+    assert "another target" in refused(world, capsys, f"drafter={other}", f"dry_run={dry_run}")
     (other / "model.safetensors").unlink()
-    assert "no model.safetensors" in refused(world, capsys, f"drafter={other}")
+    assert "no model.safetensors" in refused(world, capsys, f"drafter={other}", f"dry_run={dry_run}")
+    words = f"no config.json there, so it is not an exported drafter. Did you mean drafter={world.folder / 'drafter'}?"
+    assert words in refused(world, capsys, f"drafter={world.folder}", f"dry_run={dry_run}")
 
 
 @pytest.mark.parametrize(
@@ -82,16 +130,25 @@ def test_a_drafter_for_another_target_is_refused(
         ({"hidden_size": 16}, "is for hidden size 16 and vocabulary 320, the target has 32 and 320"),
         ({"vocab_size": 300}, "is for hidden size 32 and vocabulary 300"),
         ({"draft_vocab_size": 64}, "d2t must be there exactly when"),
+        ({"intermediate_size": 16}, "of wrong shape ['midlayer.mlp.down_proj.weight'"),
     ],
 )
-def test_a_drafter_that_does_not_fit_is_refused(
-    world: World, capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, int], words: str
+@pytest.mark.parametrize("dry_run", ["true", "false"])
+def test_a_drafter_that_does_not_fit_is_refused_before_weights_load(
+    world: World,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    changes: dict[str, int],
+    words: str,
+    dry_run: str,
 ) -> None:
+    monkeypatch.setattr(run, "load_target", None)
     other = tmp_path / "other"
     shutil.copytree(world.folder / "drafter", other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | changes))
-    assert words in refused(world, capsys, f"drafter={other}")
+    assert words in refused(world, capsys, f"drafter={other}", f"dry_run={dry_run}")
 
 
 @pytest.mark.parametrize("line", ['{"turns": [""]}', '{"turns": []}', '{"prompt": "  "}'])
@@ -126,6 +183,12 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(
     assert "4 prompts, 5 turns, max_new_tokens 10: at most 50 tokens a decoder" in shown
     assert "graft: 4 nodes, depth 2, top-2" in shown
     assert not (world.folder / "dry").exists()
+
+
+def test_what_is_said_of_tuning_is_what_is_tuned(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    for decoder, said in (("graft", True), ("lookup", False)):
+        entry(run.main, world.arguments(f"decoder={decoder}", "eval.tune=true", "dry_run=true"))
+        assert ("settings are tuned first" in capsys.readouterr().out) == said
 
 
 def test_a_run_is_lossless_and_whole(world: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,7 +180,9 @@ REFUSED = [
     (Settings("prune", temperature=1.0, verifier="traversal"), "would bias the output"),
     (replace(SAMPLED, verifier="token", paths=2), "judges one path"),
     (replace(SAMPLED, verifier="greedy_block"), "nothing but the text"),
-    (Settings("chain", paths=2), "the same on every path"),
+    (Settings("chain", paths=2), "eval.paths=2: greedy drafts are the same on every path. Give eval.draft_temperature"),
+    (replace(SAMPLED, verifier="traversal", paths=0), "eval.paths=0: a rule judges K >= 1 paths"),
+    (replace(SAMPLED, verifier="match", paths=0), "eval.paths=0: a rule judges K >= 1 paths"),
     (replace(SAMPLED, verifier="magic"), "no such rule"),
 ]
 
@@ -221,6 +223,8 @@ def test_the_default_samples_above_temperature_0_and_the_table_says_so() -> None
     assert settings_of("eagle", EvalConfig(temperature=0.6, paths=3)).paths == 1
     assert "lossless" in words(warm) and "0.6" in words(warm)
     assert "NOT lossless" in words(replace(SAMPLED, verifier="spectr_gbv"))
+    for name in ("match", *OFFERED):  # the verdict and every table name a draft by this
+        assert describe(replace(SAMPLED, verifier=name)).endswith("not lossless") == (name == "spectr_gbv")
     recipe = Recipe(
         recipe="smollm2", eval=EvalConfig(temperature=1.0, verifier="token", decoders=["ar", "chain", "eagle"])
     )
@@ -244,7 +248,7 @@ def test_laws_that_are_no_laws_are_refused_by_row_in_the_loop(
         return logits
 
     monkeypatch.setattr(Target, "logits", broken)
-    with pytest.raises(UserError, match="row 1: a law of the target holds NaN"):
+    with pytest.raises(UserError, match=r"row 1: a law of the target holds NaN.*try eval.dtype=float32"):
         decode(*pair, PROMPTS, replace(SAMPLED, verifier="block"))
 
 

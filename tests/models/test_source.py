@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from models.source import resolve
+from models.source import look_up, resolve
 from models.target import choose_device, choose_dtype, load_target
 from recipes.schema import TargetConfig, UserError
 from tests.tiny import tiny_model_folder
@@ -58,22 +58,48 @@ def test_no_path(tmp_path: Path) -> None:
 
 def test_missing_folder(tmp_path: Path) -> None:
     refused(tmp_path / "nowhere", "nowhere", "neither a folder")
-    refused("./nowhere", "nowhere")
+    refused("./nowhere", "nowhere", "Check target.path")
+    (tmp_path / "my-model").mkdir()
+    refused(tmp_path / "my-modle", "Did you mean 'my-model'?")
 
 
 def test_missing_gguf_file_and_package(tmp_path: Path) -> None:
-    refused(tmp_path / "model.gguf", "model.gguf")
+    refused(tmp_path / "model.gguf", "model.gguf", "target.path")
+    (tmp_path / "model.Q4.gguf").write_bytes(b"GGUF")
+    refused(tmp_path / "model.Q4_1.gguf", "Did you mean 'model.Q4.gguf'?")
     refused("package:no_such_package/model.gguf", "no_such_package", "pip install")
 
 
 def test_wrong_gguf_hash(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UserError, match=r"target\.sha256"):
+    with pytest.raises(UserError, match=r"target\.sha256 says 0+\. Fetch the file again"):
         resolve(TargetConfig(path=str(tmp_path / "model.gguf"), sha256="0" * 64))
 
 
 def test_folder_without_config(tmp_path: Path) -> None:
-    refused(tmp_path, str(tmp_path), "config.json")
+    refused(tmp_path, str(tmp_path), "config.json", "Give target.path the folder that has one")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "config.json").write_text("{}")
+    refused(tmp_path, "It has models inside: inner")
+
+
+def test_a_dry_run_neither_fetches_nor_converts_nor_writes(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for path in ("someone/some-model", str(tmp_path / "model.gguf")):
+        assert look_up(TargetConfig(path=path), dry_run=True) is None
+    assert not (tmp_path / "cache").exists()
+    found = look_up(TargetConfig(path=str(folder)), dry_run=True)
+    assert not (tmp_path / "cache").exists()
+    assert found == resolve(TargetConfig(path=str(folder)))
+
+
+def test_what_is_known_before_the_weights_load_is_what_the_target_has(good: Path) -> None:
+    source, target = resolve(TargetConfig(path=str(good))), load_target(TargetConfig(path=str(good)))
+    for name in ("fingerprint", "n_layers", "hidden_size", "vocab_size", "max_positions"):
+        assert getattr(source, name) == getattr(target, name)
 
 
 def test_config_that_is_no_json(folder: Path) -> None:
@@ -118,6 +144,16 @@ def test_no_safetensors(folder: Path) -> None:
 def test_broken_weights(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"not weights")
     refused(folder, str(folder))
+
+
+def test_weights_that_were_fetched_in_part_are_refused_without_loading(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors", "b": "more.bin"}}')
+    with pytest.raises(UserError, match=r"lacks more\.bin of 2 files\. Fetch the model again"):
+        look_up(TargetConfig(path=str(folder)), dry_run=True)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read: .*\. Fetch it again"):
+        look_up(TargetConfig(path=str(folder)), dry_run=True)
 
 
 def test_hub_without_network(monkeypatch: pytest.MonkeyPatch) -> None:

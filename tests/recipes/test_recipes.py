@@ -157,6 +157,30 @@ def test_a_value_that_no_command_could_honour_is_refused_by_key(given: str) -> N
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ("decoder=graf", "graft"),
+        ("eval.decoders=[ar,eagel]", "eagle"),
+        ("verifier=travesal", "traversal"),
+        ("eval.verifier=blok", "block"),
+        ("data.sources.chat.kind=files", "file"),
+        ("target.dtype=bfloat", "bfloat16"),
+    ],
+)
+def test_an_unknown_choice_is_refused_with_all_choices_and_the_nearest(given: str, nearest: str) -> None:
+    message = refusal("recipe=smollm2", given)
+    assert f"Did you mean {nearest!r}?" in message
+    assert " of , " not in message and f" {nearest}," in message
+
+
+@pytest.mark.parametrize("given", ["verifier=traversl", "eval.verifier=traversl"])
+def test_a_wrong_rule_is_refused_once_with_the_known_ones(given: str) -> None:
+    lines = refusal("recipe=smollm2", given).splitlines()
+    assert len(lines) == 2 and lines[1].startswith("  eval.verifier='traversl': must be one of auto, match, tree")
+    assert "one of ar, chain" in refusal("recipe=smollm2", "decoder=medusa")
+
+
 def test_all_broken_values_are_named_at_once() -> None:
     message = refusal("recipe=smollm2", "eval.top_p=2", "train.epochs=0")
     assert "eval.top_p=2.0" in message
@@ -211,6 +235,16 @@ def test_a_mistake_is_one_screen_on_stderr_and_exit_code_2(capsys: pytest.Captur
     assert len(captured.err.splitlines()) < 24
 
 
+def test_ctrl_c_is_one_line_and_exit_code_130(capsys: pytest.CaptureFixture[str]) -> None:
+    def stopped(recipe: Recipe) -> None:
+        raise KeyboardInterrupt
+
+    assert exit_of(stopped, ["recipe=smollm2"]) == 130
+    assert capsys.readouterr().err.splitlines() == [
+        "interrupted: what is whole was kept, and the same command again goes on from there"
+    ]
+
+
 def test_help_lists_recipes_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
     def never(recipe: Recipe) -> None:
         raise AssertionError
@@ -219,3 +253,4 @@ def test_help_lists_recipes_and_keys(capsys: pytest.CaptureFixture[str]) -> None
     shown = capsys.readouterr().out
     assert "smollm2" in shown
     assert "chain_length" in shown
+    assert "data.sources.NAME.{kind, path," in shown

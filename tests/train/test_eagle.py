@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +135,63 @@ def test_a_changed_recipe_is_refused_before_and_after_the_end(arguments: list[st
             main(changed)
     finally:
         summary.write_text(text)
+
+
+def test_a_dry_run_refuses_another_runs_folder_finished_or_not(
+    arguments: list[str], run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so does the real run, before it loads the target or prepares anything."""
+    monkeypatch.setattr("train.eagle.load_target", None)
+    begun = tmp_path / "begun"
+    shutil.copytree(run_dir / "checkpoints", begun / "checkpoints")
+    for folder in (run_dir, begun):
+        for dry_run in ("true", "false"):
+            with pytest.raises(UserError, match=r"train\.learning_rate: was 0\.001, now 0\.002"):
+                main(recipe(arguments, folder, "train.learning_rate=0.002", f"dry_run={dry_run}"))
+        main(recipe(arguments, folder, "dry_run=true"))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("target.path=/no/such/model", "/no/such/model is neither a folder"),
+        ("eval.max_new_tokens=600", "leaves no room for a prompt: the target has 512 positions"),
+        ("eval.prompts=reprot", "Did you mean 'report'"),
+        (
+            "data.sources.mine.path=none.jsonl",
+            r"data\.sources\.mine\.path: .* none\.jsonl does not exist in /",
+        ),
+    ],
+)
+@pytest.mark.parametrize("dry_run", ["true", "false"])
+def test_a_mistake_is_refused_before_the_target_loads_and_in_a_dry_run(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, words: str, dry_run: str
+) -> None:
+    monkeypatch.setattr("train.eagle.load_target", None)
+    with pytest.raises(UserError, match=words):
+        main(recipe(arguments, tmp_path / "none", given, f"dry_run={dry_run}"))
+    assert not (tmp_path / "none").exists()
+
+
+def test_ctrl_c_leaves_a_run_that_goes_on(
+    arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = ["train.epochs=40", "train.save_every=1"]
+    line = [sys.executable, str(ROOT / "train" / "eagle.py"), *arguments, f"run_dir={tmp_path / 'a' / 'run'}", *given]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as run:
+        assert run.stdout is not None and run.stderr is not None
+        next(text for text in run.stdout if text.startswith("step 3"))
+        run.send_signal(signal.SIGINT)
+        error = run.stderr.read()
+    assert run.returncode == 130
+    assert error.splitlines()[-1].startswith("interrupted: ") and "Traceback" not in error
+    main(recipe(arguments, tmp_path / "a" / "run", *given, "dry_run=true"))
+    assert not [p for p in tmp_path.rglob(".*") if p.is_dir()], "nothing half-written"
+    step = Store(tmp_path / "a" / "run").latest()
+    assert step is not None and step >= 2
+    with pytest.raises(UserError, match="seed: was 0, now 1"):
+        main(recipe(arguments, tmp_path / "a" / "run", *given, "seed=1"))
 
 
 def test_a_kill_during_the_evaluation_costs_only_that(

@@ -1,0 +1,58 @@
+"""Folders: found writable before any work, and gone again when the work left nothing in them."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from recipes.files import check_writable, near_names, output_folder, write_text
+from recipes.schema import UserError
+
+
+def test_a_folder_that_can_be_made_is_not_made(tmp_path: Path) -> None:
+    assert check_writable(tmp_path / "a" / "b") == tmp_path / "a" / "b"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_or_written_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "a" / "b"):
+        with pytest.raises(UserError, match=r"cannot create the folder .* is a file"):
+            check_writable(path)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # as root, everything may be written to
+    with pytest.raises(UserError, match=f"no permission to write to the folder {tmp_path}"):
+        check_writable(tmp_path / "a" / "b")
+
+
+def test_an_interrupted_command_leaves_no_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), output_folder(tmp_path / "a" / "b"):
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "old").mkdir()
+    with pytest.raises(KeyboardInterrupt), output_folder(tmp_path / "old" / "new"):
+        raise KeyboardInterrupt
+    assert [p.name for p in tmp_path.rglob("*")] == ["old"]
+
+
+def test_what_an_interrupted_command_has_written_stays(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), output_folder(tmp_path / "a" / "b") as out:
+        write_text(out / "whole.txt", "whole")
+        raise KeyboardInterrupt
+    assert (tmp_path / "a" / "b" / "whole.txt").read_text() == "whole"
+
+
+def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(self: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    write_text(tmp_path / "f", "old")
+    monkeypatch.setattr(Path, "replace", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write_text(tmp_path / "f", "new")
+    assert [p.name for p in tmp_path.iterdir()] == ["f"] and (tmp_path / "f").read_text() == "old"
+
+
+def test_the_nearest_name_is_near(tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").write_text("")
+    assert near_names(tmp_path / "brokn.jsonl") == " Did you mean 'broken.jsonl'?"
+    assert near_names(tmp_path / "nope.jsonl") == ""
