@@ -218,7 +218,7 @@ def target_licence(cfg: TargetConfig, folder: Path) -> str:
     if cfg.path.startswith("package:"):
         module = cfg.path.removeprefix("package:").split("/")[0]
         names = importlib.metadata.packages_distributions().get(module, [])
-        return str(importlib.metadata.metadata(names[0]).get("License") or "") if names else ""
+        return str(importlib.metadata.metadata(names[0]).json.get("license", "")) if names else ""
     if cfg.path.endswith(".gguf"):
         from gguf import GGUFReader
 

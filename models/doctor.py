@@ -7,6 +7,7 @@ on ten prompts that ship with Espalier. `engine=` leaves the other engine's faul
 unpickled. Exit code: 0 = fit to serve, 1 = something fatal, 2 = wrong use.
 """
 
+import contextlib
 import json
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -175,7 +176,8 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         folder, cfg, engines, machine = arguments(argv)
-        report = examine(folder, cfg, engines)
+        with contextlib.redirect_stdout(sys.stderr):  # a target may be converted or fetched, which is told
+            report = examine(folder, cfg, engines)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
