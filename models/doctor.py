@@ -107,13 +107,7 @@ def read_as(engine: str, folder: Path, facts: Facts, draft: Draft, found: list[F
 
 def command(engine: str, folder: Path, facts: Facts, draft: Draft) -> str:
     """How to serve it; empty where the engine has no way to."""
-    papers = facts.provenance.get("target")
-    target = facts.target.path if facts.target else papers.get("path", "") if isinstance(papers, dict) else ""
-    if facts.target and target.startswith("package:"):
-        target = facts.target.folder
-    where = str(folder.resolve())
-    if not target or target.startswith("package:"):
-        target = "TARGET"
+    target, where = target_name(facts), str(folder.resolve())
     if draft.dflash:
         drafts = max(1, draft.number("block_size", 16) - 1)
         serve = vllm_command(target, where, "dflash", drafts)
@@ -121,6 +115,16 @@ def command(engine: str, folder: Path, facts: Facts, draft: Draft) -> str:
     if engine == "vLLM":
         return vllm_command(target, where) if draft.eagle3 else ""
     return sglang_command(target, where) if draft.eagle3 and draft.kind != "speculators" else ""
+
+
+def target_name(facts: Facts) -> str:
+    """What engines call the target: the one given, else the one that the folder names, else TARGET."""
+    if facts.target is not None:
+        return facts.target.folder if facts.target.path.startswith("package:") else facts.target.path
+    papers, inner = facts.provenance.get("target"), facts.config.get("speculators_config")
+    verifier = inner.get("verifier") if isinstance(inner, dict) else None
+    named = [place.get(key) for place, key in ((papers, "path"), (verifier, "name_or_path")) if isinstance(place, dict)]
+    return next((str(n) for n in named if n and not str(n).startswith("package:")), "TARGET")
 
 
 def clean(text: str) -> str:

@@ -309,7 +309,8 @@ def test_a_speculators_folder_is_nothing_for_sglang(
     target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     to_speculators(export(target, tmp_path / "d"))
-    assert run(str(tmp_path / "d"), capsys=capsys)[0] == 0
+    code, out, _ = run(str(tmp_path / "d"), capsys=capsys)
+    assert code == 0 and "vllm serve org/model " in out  # the verifier that it names
     assert run(str(tmp_path / "d"), "engine=sglang", capsys=capsys)[0] == 1
 
 
