@@ -9,7 +9,8 @@ from models.layouts import read_provenance
 from models.weights import weights_hash
 from recipes.schema import UserError
 
-FILE, MATRIX_FILE = "calibrated.json", "matrix.safetensors"
+FILE = "calibrated.json"
+MATRIX_FILE = "graft/matrix.safetensors"  # not beside model.safetensors: vLLM would load it as weights of the drafter
 
 
 def read(folder: Path) -> dict[str, Any] | None:

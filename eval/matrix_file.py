@@ -8,7 +8,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from eval.matrix import WIDTH, SuccessorMatrix
-from recipes.files import write_bytes
+from recipes.files import make_folder, write_bytes
 from recipes.schema import UserError
 
 FORMAT = "espalier successor matrix 1"
@@ -25,7 +25,7 @@ def save_matrix(matrix: SuccessorMatrix, path: Path, fingerprint: str) -> None:
     tokens = (rows[:, 0] >= 0).nonzero().squeeze(1)
     tensors = {"tokens": tokens.int(), "successors": rows[tokens].int()}
     about = {"format": FORMAT, "target": fingerprint, "vocab_size": str(len(rows))}
-    write_bytes(path, save(tensors, about))
+    write_bytes(make_folder(path.parent) / path.name, save(tensors, about))
 
 
 def read_matrix(path: Path, fingerprint: str = "") -> SuccessorMatrix:

@@ -30,12 +30,13 @@ from data_prep.prompts import Prompt, load_prompts
 from data_prep.run import Prepared, check, load_prepared, prepare
 from data_prep.sources import SourceCost
 from eval import harness
+from models.card import measured, public, sources, target_licence, write_card
 from models.eagle3 import Eagle3
 from models.layouts import default_layout, save_drafter
 from models.source import Source, load_tokenizer
 from models.target import Target, choose_device, choose_dtype, load_target
 from recipes.cli import entry
-from recipes.files import check_writable, output_folder, read_json, run_folder, write_json, write_text
+from recipes.files import check_writable, output_folder, read_json, run_folder, whole_folder, write_json, write_text
 from recipes.schema import Recipe, UserError, save
 from train import warm_start
 from train.checkpoint import State, Store, refuse_other_run, run_identity
@@ -175,7 +176,7 @@ def _version(package: str) -> str:
 
 
 def export(recipe: Recipe, folder: Path, source: Source, prepared: Prepared, drafter: Eagle3, state: State) -> None:
-    """Put the best checkpoint into the drafter and write it in the portable layout."""
+    """Put the best checkpoint into the drafter and write it in the portable layout, with its model card."""
     store = Store(folder)
     step = store.named("best")
     assert step is not None, "the end of training always names a best checkpoint"
@@ -185,11 +186,17 @@ def export(recipe: Recipe, folder: Path, source: Source, prepared: Prepared, dra
         "fingerprint": source.fingerprint,
         "step": step,
         "validation_tau": state.scores.get(step),
+        "data": {"hash": prepared.report["hash"]},  # the folder is this machine's own
+        "recipe": public(asdict(recipe)),
+        "sources": sources(recipe),
     }
     only_vllm = default_layout(drafter.config)[1]
     if only_vllm:
         print(only_vllm, flush=True)
-    save_drafter(drafter, folder / "drafter", papers)
+    papers["target"]["licence"] = target_licence(recipe.target, source.folder)
+    with whole_folder(folder / "drafter") as aside:
+        save_drafter(drafter, aside, papers)
+        write_card(aside)
 
 
 def report(
@@ -214,6 +221,7 @@ def report(
         drafter_name=str(folder / "drafter"),
         load_fp32=lambda: load(torch.float32),
     )
+    write_card(folder / "drafter", {"measured": [measured(result, recipe.eval.prompts) for result in results]})
     summary = {
         "identity": state.identity,
         "steps": state.cursor.step,

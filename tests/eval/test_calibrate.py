@@ -154,7 +154,8 @@ def test_a_damaged_file_is_refused(world: World, capsys: pytest.CaptureFixture[s
 
 
 def test_its_matrix_is_where_a_run_may_start(world: World) -> None:
-    file = world.folder / "drafter" / "matrix.safetensors"
+    file = world.folder / "drafter" / "graft" / "matrix.safetensors"
+    assert [p.name for p in (world.folder / "drafter").glob("*.safetensors")] == ["model.safetensors"]
     entry(run.main, world.arguments(f"eval.matrix={file}", "eval.decoders=[recycle,graft]", "eval.limit=2"))
     for name, state in (("recycle", str(file)), ("graft", str(file)), ("graft-cold", "cold")):
         table = json.loads((world.folder / "out" / f"results-{name}.json").read_text())

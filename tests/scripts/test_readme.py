@@ -17,6 +17,7 @@ from models.eagle3 import Eagle3, Eagle3Config
 from models.layouts import save_drafter
 from models.vocab import VocabMap
 from recipes.schema import known_keys, load, recipe_names
+from tests.tiny import tiny_model_folder
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -32,8 +33,8 @@ def lines(language: str) -> list[str]:
 
 
 COMMANDS = lines("sh")
-ALONE = [c for c in COMMANDS if c.startswith("python -m models.")]  # these take no recipe
-PROGRAMS = [c for c in COMMANDS if not c.startswith("scripts/") and c not in ALONE]
+MODELS = [c for c in COMMANDS if c.startswith("python -m models.")]  # those that take no recipe
+PROGRAMS = [c for c in COMMANDS if not c.startswith("scripts/") and c not in MODELS]
 LOCAL = [c for c in PROGRAMS if "recipe=smollm2" in c]
 HUB = [c for c in PROGRAMS if c not in LOCAL]
 
@@ -60,7 +61,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = Eagle3Config(8, 16, 2, 1, 4, 1e-5, 32, 32, 64, rope, taps=(2, 4, 5), target_layers=8)
     drafter = Eagle3(config, VocabMap.identity(32))
     save_drafter(drafter, folder / "runs" / "smollm2" / "drafter", {"fingerprint": "of no target"})
-    save_matrix(SuccessorMatrix(32), folder / "runs" / "smollm2" / "drafter" / "matrix.safetensors", "of no target")
+    save_matrix(
+        SuccessorMatrix(32), folder / "runs" / "smollm2" / "drafter" / "graft" / "matrix.safetensors", "of no target"
+    )
     return folder
 
 
@@ -73,6 +76,7 @@ def test_there_are_commands_of_every_sort() -> None:
         "scripts/quickstart.sh",
         "scripts/test.sh",
         "scripts/prompts.sh",
+        "scripts/check_engines.sh",
         "accelerate",
         "python",
     }
@@ -105,13 +109,31 @@ def test_documented_command_runs_dry_from_another_folder(command: str, folder: P
     assert files(folder) == before, "a dry run writes nothing"
 
 
-@pytest.mark.parametrize("command", ALONE)
+@pytest.mark.parametrize("command", [c for c in MODELS if "models.export" in c])
 def test_documented_command_without_a_recipe_runs_from_another_folder(command: str, folder: Path) -> None:
     done = run(shlex.split(command), folder)
     assert done.returncode == 0, done.stderr
     for word in overrides(command):
         if word.startswith("out="):
             assert (folder / word.removeprefix("out=") / "config.json").is_file()
+
+
+@pytest.mark.parametrize("command", [c for c in MODELS if c.startswith("python -m models.doctor ")])
+def test_documented_doctor_says_what_is_wrong_and_writes_nothing(command: str, folder: Path, tmp_path: Path) -> None:
+    before = files(folder)
+    # the folder of this test is fit to serve, but for no target in particular: a tiny one stands for all
+    against = "target=" in command
+    if against:
+        command = re.sub(r"target=\S+", f"target={tiny_model_folder(tmp_path)} --json", command)
+    done = run(shlex.split(command), folder)
+    assert done.returncode == against, done.stdout + done.stderr
+    if "--json" in command:
+        told = json.loads(done.stdout)
+        assert told["kind"].startswith("EAGLE-3")
+        assert against == any("another target" in finding["what"] for finding in told["findings"])
+    else:
+        assert done.stdout.startswith("fit to serve") and "vllm serve" in done.stdout
+    assert files(folder) == before
 
 
 @pytest.mark.parametrize("command", [c for c in PROGRAMS if c.startswith("accelerate ")])

@@ -103,6 +103,17 @@ def test_the_exported_drafter_is_the_best_checkpoint(run_dir: Path, target: Targ
         torch.testing.assert_close(exported.get_parameter(name).detach(), tensor)
 
 
+def test_the_drafter_has_a_card_that_can_be_published(run_dir: Path, target: Target) -> None:
+    page = (run_dir / "drafter" / "README.md").read_text()
+    papers = json.loads((run_dir / "drafter" / "provenance.json").read_text())
+    results = json.loads((run_dir / "eval" / f"step-{papers['step']}" / "results-chain.json").read_text())
+    row = {row["decoder"]: row for row in papers["measured"]}["chain"]
+    assert row["tau"] == results["overall"]["tau"] and papers["recipe"]["train"]["epochs"] == 2
+    assert f"{row['tau']:.2f} [" in page and "max_new_tokens 12" in page and target.fingerprint in page
+    assert "vllm serve" in page and "EAGLE3" in page and "training.jsonl" in page
+    assert str(run_dir.parent) not in page and "/tmp" not in page and str(target.folder) not in page
+
+
 def test_the_same_command_again_says_that_the_run_is_finished(
     arguments: list[str], run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,234 @@
+"""The model card that goes with an exported drafter: README.md, made of its provenance and config and nothing else.
+
+It can be published as it stands: paths of this machine are reduced to their last part.
+"""
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from models.serving import DRAFTS, sglang_command, vllm_command
+from recipes.files import read_json, write_json, write_text
+from recipes.schema import Recipe, TargetConfig
+
+FOLDER = "path/to/this/folder"
+WRITTEN = ("target", "data", "eagle", "train")  # parts of the recipe that a card shows
+PRIVATE = {"server", "cache", "keep_features_mb", "tracker", "log_every", "save_every", "keep"}  # of this machine
+UNKNOWN = "not known here"
+
+
+def write_card(folder: Path, more: dict[str, Any] | None = None) -> None:
+    """Put README.md into a drafter's folder, and `more` into its provenance.json first; each file whole."""
+    papers = {**read_json(folder / "provenance.json", "drafter"), **(more or {})}
+    if more:
+        write_json(folder / "provenance.json", papers)
+    write_text(folder / "README.md", card(papers, read_json(folder / "config.json", "drafter")))
+
+
+def card(papers: dict[str, Any], config: dict[str, Any]) -> str:
+    """`papers` as train/eagle.py writes them into provenance.json, `config` the drafter's config.json."""
+    name = public_name(papers["target"]["path"])
+    sections = [
+        front_matter(papers),
+        f"# EAGLE-3 drafter for {name}",
+        f"A drafter for speculative decoding of {name}, trained with Espalier. It proposes tokens that the target "
+        "verifies; the output stays the target's own. It fits this target alone: weights altered by fine-tuning, "
+        "merging or another conversion make it accept less.",
+        "## What it is worth\n\n" + worth(papers),
+        "## How to serve it\n\n" + serving(papers, config),
+        "## Licences\n\n" + licences(papers),
+        "## Where it comes from\n\n" + origin(papers, config),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def front_matter(papers: dict[str, Any]) -> str:
+    """What model hubs read."""
+    path, licence = papers["target"]["path"], papers["target"].get("licence") or ""
+    lines = ["---", "tags:", "- speculative-decoding", "- eagle3", "- espalier"]
+    if is_hub_id(path):
+        lines += [f"base_model: {path}"]
+    if licence and " " not in licence:
+        lines += [f"license: {licence.lower()}"]
+    return "\n".join([*lines, "---"])
+
+
+def worth(papers: dict[str, Any]) -> str:
+    tau, rows = papers.get("validation_tau"), papers.get("measured") or []
+    chosen = f"Its checkpoint was chosen by tau {tau:.3f} of greedy chains on validation prompts." if tau else ""
+    if not rows:
+        return " ".join(["Not measured on any other prompts yet.", chosen]).strip()
+    table = [
+        "| decoder | draft | tau [95 %] | tokens/s | speed-up over plain decoding [95 %] | tau without loops |",
+        "|---|---|---|---|---|---|",
+        *(f"| {' | '.join(measured_cells(row))} |" for row in rows),
+    ]
+    e, s = rows[0]["environment"], rows[0]["settings"]
+    conditions = (
+        f"{rows[0]['prompts']} prompts (`{rows[0]['prompt_set']}`), disjoint from training and from the choice; "
+        f"temperature {s['temperature']:g}, top-p {s['top_p']:g}, batch {s['batch_size']}, max_new_tokens "
+        f"{s['max_new_tokens']}; {e['hardware']} ({e['device']}), {e['dtype']}, {e['threads']} threads, torch "
+        f"{e['torch']}, {e['date'][:10]}; Espalier's own decoders, so a serving engine's speed will differ."
+    )
+    meaning = (
+        "tau = tokens a round of verification emits, the target's own included. Loops are outputs that repeat "
+        f"themselves ({rows[0]['loops']} of these prompts). `ar` is plain decoding. `chain` is what the commands below "
+        "make an engine do; other decoders are Espalier's."
+    )
+    return "\n\n".join(part for part in ["\n".join(table), verdict(rows), conditions, meaning, chosen] if part)
+
+
+def verdict(rows: list[dict[str, Any]]) -> str:
+    """Whether chains, which engines serve, are shown to be faster than plain decoding; '' where none was timed."""
+    spans = [row["speedup_ci95"] for row in rows if row["settings"]["decoder"] == "chain" and row["speedup_ci95"]]
+    if not spans:
+        return ""
+    if max(span[0] for span in spans) > 1:
+        return "Chains of drafts are faster there than plain decoding: the whole interval lies above 1."
+    return "Chains of drafts are not shown to be faster there than plain decoding: the interval holds 1 or lies below."
+
+
+def measured_cells(row: dict[str, Any]) -> list[str]:
+    def ranged(value: float | None, interval: list[float] | None, unit: str = "") -> str:
+        if not value:
+            return "-"
+        span = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
+        return f"{value:.2f}{unit}{span}"
+
+    speed = f"{row['tokens_per_s']:.1f}" if row["tokens_per_s"] else "not timed"
+    gain = ranged(row["speedup"], row["speedup_ci95"], "x")
+    tau = ranged(row["tau"], row["tau_ci95"])
+    return [f"`{row['decoder']}`", row["shape"], tau, speed, gain, ranged(row["tau_without_loops"], None)]
+
+
+def measured(result: dict[str, Any], prompt_set: str) -> dict[str, Any]:
+    """Of one results.json, what a card and provenance.json keep: figures with their conditions."""
+    overall = result["overall"]
+    figures = ("tau", "tau_ci95", "tokens_per_s", "baseline_tokens_per_s", "speedup", "speedup_ci95", "prompts")
+    return {
+        "decoder": result["decoder"],
+        "shape": result["shape"],
+        **{key: overall.get(key) for key in figures},
+        "loops": overall["loops"]["flagged"],
+        "tau_without_loops": overall["loops"]["without"].get("tau"),
+        "lossless": overall.get("lossless"),
+        "prompt_set": public_name(prompt_set),
+        "settings": result["settings"],
+        "environment": result["environment"],
+    }
+
+
+def serving(papers: dict[str, Any], config: dict[str, Any]) -> str:
+    """Commands for the engines that can serve this form."""
+    path = papers["target"]["path"]
+    target = path if is_hub_id(path) else "path/to/the/target"
+    found = best_chain(papers.get("measured") or [])
+    drafts = found or DRAFTS
+    blocks = [vllm_command(target, FOLDER, drafts=drafts)]
+    text = "The commands draft chains"
+    if "speculators_model_type" in config:
+        text = "SGLang does not read this layout (speculators). The command drafts chains"
+    elif config.get("norm_before_residual") or "Qwen3" in str(config.get("architectures")):
+        text = "SGLang cannot express this drafter's block. The command drafts chains"
+    else:
+        blocks.append(sglang_command(target, FOLDER, drafts=drafts))
+    chosen = f"of {drafts}, as measured above" if found else f"of {drafts}, a length that was not measured"
+    fenced = "\n\n".join(f"```sh\n{block}\n```" for block in blocks)
+    check = f"```sh\npython -m models.doctor {FOLDER} target={target}\n```"
+    return f"{text} {chosen}.\n\n{fenced}\n\nTo check the folder against the target first (in Espalier's):\n\n{check}"
+
+
+def best_chain(rows: list[dict[str, Any]]) -> int:
+    """The measured length of drafts in a row that was fastest; 0 where none was timed."""
+    timed = [row for row in rows if row["settings"]["decoder"] == "chain" and row["speedup"]]
+    fastest = max(timed, key=lambda row: row["speedup"], default=None)
+    return int(fastest["settings"]["depth"]) if fastest else 0
+
+
+def licences(papers: dict[str, Any]) -> str:
+    name = public_name(papers["target"]["path"])
+    licence = papers["target"].get("licence") or UNKNOWN
+    lines = [
+        f"- Target, {name}: {licence}. The drafter started from its weights and was trained on its outputs, so its "
+        "terms apply to the drafter too.",
+        *(f"- Data, `{source['name']}`: {source['licence']}" for source in papers.get("sources") or []),
+    ]
+    return "\n".join(lines)
+
+
+def origin(papers: dict[str, Any], config: dict[str, Any]) -> str:
+    data, vocabulary = papers.get("data") or {}, papers.get("vocabulary") or {}
+    covered = (vocabulary.get("coverage_validation") or {}).get("overall")
+    kept = f"{config.get('draft_vocab_size')} of {vocabulary.get('target')} tokens"
+    rows = {
+        "target's fingerprint": f"`{papers.get('fingerprint')}`",
+        "chat template": f"`{papers['target'].get('template')}`, arguments `{papers.get('template_args')}`",
+        "training data": f"`{data.get('hash')}`",
+        "draft vocabulary": kept + (f", which cover {covered:.1%} of validation answers" if covered else ""),
+        "checkpoint": f"step {papers.get('step')}, seed {papers.get('seed')}",
+        "versions": ", ".join(f"{name} {version}" for name, version in (papers.get("versions") or {}).items()),
+    }
+    table = "\n".join(["| what | value |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())])
+    recipe = papers.get("recipe")
+    if not recipe:
+        return table
+    shown = OmegaConf.to_yaml(OmegaConf.create(public({key: recipe[key] for key in WRITTEN if key in recipe})))
+    return f"{table}\n\nThe recipe, without what is this machine's own:\n\n```yaml\n{shown}```"
+
+
+def public(value: Any) -> Any:
+    """Without what is this machine's own: absolute paths become names."""
+    if isinstance(value, dict):
+        return {key: public(inner) for key, inner in value.items() if key not in PRIVATE}
+    if isinstance(value, list):
+        return [public(inner) for inner in value]
+    return public_name(value) if isinstance(value, str) else value
+
+
+def public_name(text: str) -> str:
+    """A local path or a package's file by its last part; a hub id and ordinary text as they are."""
+    return Path(text).name if text.startswith(("/", "~", "./", "../", "package:")) else text
+
+
+def is_hub_id(path: str) -> bool:
+    local = path.startswith(("package:", ".", "/", "~")) or path.endswith(".gguf")
+    return path.count("/") == 1 and not local
+
+
+def sources(recipe: Recipe) -> list[dict[str, str]]:
+    """{name, licence} of each source of training prompts: what can be said, and no more."""
+    said = []
+    for name, source in recipe.data.sources.items():
+        if source.kind == "self":
+            told = "questions and answers written by the target itself."
+        elif source.kind == "hub":
+            told = f"{source.path}, see https://huggingface.co/datasets/{source.path} for its licence."
+        else:
+            told = f"`{public_name(source.path)}`, a file whose licence is {UNKNOWN}."
+        if source.kind != "self":
+            told += " Answers kept as they stood." if source.answers == "keep" else " Answers written by the target."
+        said.append({"name": name, "licence": told})
+    return said
+
+
+def target_licence(cfg: TargetConfig, folder: Path) -> str:
+    """As the target states it: its package, its GGUF file, its model card; '' where none does."""
+    if cfg.path.startswith("package:"):
+        module = cfg.path.removeprefix("package:").split("/")[0]
+        names = importlib.metadata.packages_distributions().get(module, [])
+        return str(importlib.metadata.metadata(names[0]).json.get("license", "")) if names else ""
+    if cfg.path.endswith(".gguf"):
+        from gguf import GGUFReader
+
+        field = GGUFReader(Path(cfg.path).expanduser()).get_field("general.license")
+        return str(field.contents()) if field is not None else ""
+    if is_hub_id(cfg.path) and not Path(cfg.path).is_dir():
+        return f"see https://huggingface.co/{cfg.path}"
+    page = folder / "README.md"
+    if not page.is_file():
+        return ""
+    _, _, head = page.read_text(encoding="utf-8", errors="replace").partition("---")
+    lines = [line for line in head.partition("\n---")[0].splitlines() if line.startswith("license:")]
+    return lines[0].partition(":")[2].strip() if lines else ""

@@ -1,0 +1,214 @@
+"""What a drafter's folder is, whether vLLM and SGLang would serve it as it was trained, and what they would get wrong.
+
+    python -m models.doctor DIR [target=ID|FOLDER|FILE.gguf] [engine=vllm|sglang] [--json]
+
+For a drafter of any tool. With a target its sizes, fingerprint and RoPE are compared, and greedy chains are simulated
+on ten prompts that ship with Espalier. `engine=` leaves the other engine's faults out. Nothing in the folder is run or
+unpickled. Exit code: 0 = fit to serve, 1 = something fatal, 2 = wrong use.
+"""
+
+import contextlib
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from models.facts import Facts, read_facts, read_target, with_weights
+from models.fault import BOTH, Finding
+from models.findings import diagnose
+from models.kinds import FLAGS, NAMES, Draft, look
+from models.serving import sglang_command, vllm_command
+from models.simulate import Simulated, simulate
+from models.taps import engine_taps
+from recipes.schema import TargetConfig, UserError
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one engine makes of the folder. `taps` in h[L] numbering, None = the target's default ones."""
+
+    engine: str
+    verdict: str  # serves | refuses | drafts wrongly
+    taps: list[int] | None
+    residual: str
+    vocabulary: str
+    positions: int
+    command: str
+
+
+@dataclass(frozen=True)
+class Report:
+    folder: str
+    kind: str
+    findings: list[Finding]
+    readings: list[Reading]
+    tau: Simulated | None = None
+    no_tau: str = ""  # why there is none, where a target was given
+
+    @property
+    def fatal(self) -> bool:
+        unread = not any(reading.verdict == "serves" for reading in self.readings)
+        return any(finding.fatal for finding in self.findings) or unread
+
+
+def examine(folder: Path, cfg: TargetConfig | None = None, engines: tuple[str, ...] = BOTH) -> Report:
+    """Everything but the printing. Raises UserError where the target is none; never for what the folder holds."""
+    facts = replace(read_facts(folder), target=read_target(cfg) if cfg else None)
+    draft = look(facts)
+    if (draft.eagle3 or draft.dflash) and not facts.unreadable:
+        facts = with_weights(folder, facts)
+    found = [f for f in diagnose(facts, draft) if set(f.engines) & set(engines)]
+    known = bool(draft.kind) and not facts.unreadable
+    readings = [read_as(engine, folder, facts, draft, found) for engine in engines] if known else []
+    report = Report(str(folder), kind_of(draft), found, readings)
+    if cfg is None or not known:
+        return report
+    if report.fatal:
+        return replace(report, no_tau="not simulated: the faults come first")
+    try:
+        return replace(report, tau=measure(folder, cfg, facts, draft))
+    except UserError as error:
+        return replace(report, no_tau=f"not simulated: {error}")
+
+
+def kind_of(draft: Draft) -> str:
+    inner = draft.config.get("speculators_model_type")
+    return f"{inner}, speculators layout" if draft.kind == "speculators" else NAMES[draft.kind]
+
+
+def measure(folder: Path, cfg: TargetConfig, facts: Facts, draft: Draft) -> Simulated:
+    from models.layouts import load_drafter
+    from models.target import choose_device, load_target
+
+    taps = engine_taps(facts, draft)["vLLM"]
+    target = load_target(replace(cfg, taps=taps or []), choose_device())
+    return simulate(target, load_drafter(folder, target))
+
+
+def read_as(engine: str, folder: Path, facts: Facts, draft: Draft, found: list[Finding]) -> Reading:
+    mine = [finding for finding in found if engine in finding.engines]
+    stops = any(engine in finding.stops for finding in mine)
+    wrong = any(finding.fatal for finding in mine)
+    normed = engine == "vLLM" and bool(draft.config.get("norm_before_residual"))
+    others = [flag for flag in FLAGS[1:] if draft.config.get(flag)]
+    whole, kept = draft.number("vocab_size"), draft.draft_vocab
+    form = "normed" if normed else "un-normed"
+    return Reading(
+        engine,
+        "refuses" if stops else "drafts wrongly" if wrong else "serves",
+        engine_taps(facts, draft)[engine],
+        ", ".join([form, *others]) if draft.eagle3 else "",
+        "full" if kept >= whole else f"{kept} of {whole}",
+        draft.number("max_position_embeddings"),
+        command(engine, folder, facts, draft),
+    )
+
+
+def command(engine: str, folder: Path, facts: Facts, draft: Draft) -> str:
+    """How to serve it; empty where the engine has no way to."""
+    target, where = target_name(facts), str(folder.resolve())
+    if draft.dflash:
+        drafts = max(1, draft.number("block_size", 16) - 1)
+        serve = vllm_command(target, where, "dflash", drafts)
+        return serve if engine == "vLLM" else sglang_command(target, where, "DFLASH", drafts)
+    if engine == "vLLM":
+        return vllm_command(target, where) if draft.eagle3 else ""
+    return sglang_command(target, where) if draft.eagle3 and draft.kind != "speculators" else ""
+
+
+def target_name(facts: Facts) -> str:
+    """What engines call the target: the one given, else the one that the folder names, else TARGET."""
+    if facts.target is not None:
+        return facts.target.folder if facts.target.path.startswith("package:") else facts.target.path
+    papers, inner = facts.provenance.get("target"), facts.config.get("speculators_config")
+    verifier = inner.get("verifier") if isinstance(inner, dict) else None
+    named = [place.get(key) for place, key in ((papers, "path"), (verifier, "name_or_path")) if isinstance(place, dict)]
+    return next((str(n) for n in named if n and not str(n).startswith("package:")), "TARGET")
+
+
+def clean(text: str) -> str:
+    """What a folder's files say, fit for a terminal: no markup, no control characters."""
+    from rich.markup import escape
+
+    return escape("".join(c if c.isprintable() else "?" for c in text))
+
+
+def show(report: Report) -> None:
+    """One screen, the fatal first; a line where the folder is no drafter."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    colour, word = ("red", "fatal") if report.fatal else ("green", "fit to serve")
+    if not report.readings:
+        for finding in report.findings:
+            console.print(f"[bold red]fatal[/] {clean(report.folder)}: {clean(finding.what)}", soft_wrap=True)
+        return
+    console.print(f"[bold {colour}]{word}[/] {clean(report.folder)}: {clean(report.kind)}", soft_wrap=True)
+    if report.findings:
+        table = Table("", "engine", "what is wrong", "what to do")
+        for f in report.findings:
+            mark = "[bold red]fatal[/]" if f.fatal else "[yellow]note[/]"
+            table.add_row(mark, " ".join(f.engines), clean(f.what), clean(f.cure))
+        console.print(table)
+    table = Table("engine", "verdict", "taps h\\[L]", "residual stream", "vocabulary", "positions")
+    for r in report.readings:
+        paint = "green" if r.verdict == "serves" else "red"
+        taps = "2, n//2, n-3" if r.taps is None else ", ".join(map(str, r.taps))
+        table.add_row(r.engine, f"[{paint}]{r.verdict}[/]", taps, r.residual, r.vocabulary, str(r.positions or "?"))
+    console.print(table)
+    for r in report.readings:
+        if r.command and r.verdict == "serves":
+            print(r.command)
+    if report.tau is not None:
+        t = report.tau
+        console.print(f"simulated tau [bold]{t.tau:.2f}[/]: greedy chains of {t.length} drafts, {t.prompts} prompts, "
+            f"{t.rounds} rounds, max_new_tokens {t.max_new_tokens}", soft_wrap=True)  # fmt: skip
+        console.print("accepted by position: " + " ".join(f"{share:.2f}" for share in t.by_position), soft_wrap=True)
+    elif report.no_tau:
+        console.print(f"tau {clean(report.no_tau)}", soft_wrap=True)
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    return {"fatal": report.fatal, **asdict(report)}
+
+
+def main(argv: list[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
+    try:
+        folder, cfg, engines, machine = arguments(argv)
+        with contextlib.redirect_stdout(sys.stderr):  # a target may be converted or fetched, which is told
+            report = examine(folder, cfg, engines)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if machine:
+        print(json.dumps(as_json(report), indent=1))
+    else:
+        show(report)
+    return int(report.fatal)
+
+
+def arguments(argv: list[str]) -> tuple[Path, TargetConfig | None, tuple[str, ...], bool]:
+    usage = "python -m models.doctor DIR [target=ID|FOLDER|FILE.gguf] [engine=vllm|sglang] [--json]"
+    folders = [word for word in argv if "=" not in word and word != "--json"]
+    named = dict(word.split("=", 1) for word in argv if "=" in word)
+    unknown = [*(named.keys() - {"target", "engine"}), *(w for w in folders if w.startswith("-"))]
+    if unknown or len(folders) != 1:
+        wrong = f"unknown argument {unknown[0]!r}" if unknown else f"one folder is wanted, {len(folders)} were given"
+        raise UserError(f"{wrong}. Usage: {usage}")
+    engines = {"vllm": ("vLLM",), "sglang": ("SGLang",), "": BOTH}.get(named.get("engine", ""))
+    if engines is None:
+        raise UserError(f"engine={named['engine']} is neither vllm nor sglang")
+    folder = Path(folders[0]).expanduser()
+    if not folder.exists() and not folder.is_symlink():
+        raise UserError(f"there is no folder {folder}")
+    target = named.get("target", "")
+    return folder, TargetConfig(path=target) if target else None, engines, "--json" in argv
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
