@@ -185,8 +185,9 @@ def _weights_hash(folder: Path, dry_run: bool) -> str:
         return str(json.loads(memory.read_text())["sha256"])
     digest = sha256_json([sha256_file(f) for f in files])
     if not dry_run:
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        write_json(memory, {"sha256": digest, "folder": str(folder)})
+        with contextlib.suppress(OSError):  # a cache that cannot be written to costs the time alone
+            memory.parent.mkdir(parents=True, exist_ok=True)
+            write_json(memory, {"sha256": digest, "folder": str(folder)})
     return digest
 
 

@@ -212,3 +212,12 @@ def test_a_file_is_not_said_to_be_meant_for_itself(folder: Path) -> None:
     with pytest.raises(UserError) as caught:
         resolve(TargetConfig(path=str(folder / "notes")))
     assert "neither a folder" in str(caught.value) and "Did you mean" not in str(caught.value)
+
+
+def test_a_cache_that_cannot_be_written_to_costs_no_more_than_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = resolve(TargetConfig(path=str(folder))).fingerprint
+    (folder.parent / "file").write_text("")
+    monkeypatch.setenv("ESPALIER_CACHE", str(folder.parent / "file"))
+    assert resolve(TargetConfig(path=str(folder))).fingerprint == first
