@@ -14,7 +14,7 @@ from data_prep.rows import Rows, make_rows
 from data_prep.schemas import Conversation, Record
 from data_prep.tally import Refused, Tally
 from data_prep.writer import Writer
-from recipes.files import write_json
+from recipes.files import locked, write_json
 from recipes.schema import DataConfig
 
 
@@ -45,7 +45,7 @@ def answer(
 
     Killed at any moment and called again, it ends with the same shards (a server's: with the same rows).
     """
-    with shards.locked(folder):
+    with locked(folder, "making these answers"):
         manifest = shards.begin(folder, {**wanted, **writer.describe()})
         writer.follow(manifest)
         spans = shards.spans(len(work.asked), int(manifest["rows_a_shard"]))

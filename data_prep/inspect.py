@@ -146,7 +146,7 @@ def show(prepared: Prepared, tokenizer: Any, recipe: Recipe, console: Console) -
 
 def main(recipe: Recipe) -> None:
     def not_there(dtype: torch.dtype) -> Target:
-        raise UserError(f"no prepared data for this recipe yet. Run: python -m data_prep.run recipe={recipe.recipe}")
+        raise AssertionError("nothing is written here")
 
     if recipe.out and not recipe.out.endswith(".html"):
         raise UserError(f"out={recipe.out}: the inspector writes one HTML file. Name it so, e.g. out=rows.html")
@@ -156,9 +156,7 @@ def main(recipe: Recipe) -> None:
     if source is None or recipe.dry_run:  # None in a dry run alone
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         return
-    if recipe.out:
-        make_folder(Path(recipe.out).expanduser().parent)
-    prepared = prepare(recipe, not_there, source)
+    prepared = prepare(recipe, not_there, source, writes=False)
     tokenizer = load_tokenizer(source, recipe.target.trust_remote_code)
     if not recipe.out:
         show(prepared, tokenizer, recipe, Console())
@@ -166,6 +164,7 @@ def main(recipe: Recipe) -> None:
     page = Console(record=True, file=io.StringIO(), width=160)
     show(prepared, tokenizer, recipe, page)
     path = Path(recipe.out).expanduser()
+    make_folder(path.parent)
     write_text(path, page.export_html())
     print(f"{path}: {min(recipe.rows, len(prepared.train))} rows")
 

@@ -91,6 +91,8 @@ def load_prompts(name_or_path: str, limit: int = 0) -> list[Prompt]:
 def is_hub_id(name: str) -> bool:
     """Whether `load_prompts` would ask the hub. A name that looks like a file that is not there, or nearly like one of
     the built-in ones, is a UserError."""
+    if not name:
+        raise UserError(f"eval.prompts is empty: give a file, {', '.join(BUILT_IN)}, or a hub dataset id (OWNER/NAME)")
     path = Path(name).expanduser()
     if name in BUILT_IN or path.is_file():
         return False

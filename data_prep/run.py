@@ -55,8 +55,8 @@ class Prepared:
 class Lazy:
     """The target as known before its weights are loaded, and who writes as it."""
 
-    def __init__(self, recipe: Recipe, loader: Loader, source: Source) -> None:
-        self.recipe, self.loader, self.source = recipe, loader, source
+    def __init__(self, recipe: Recipe, loader: Loader, source: Source, writes: bool = True) -> None:
+        self.recipe, self.loader, self.source, self.writes = recipe, loader, source, writes
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -74,6 +74,9 @@ class Lazy:
     @cached_property
     def writer(self) -> Writer:
         data = self.recipe.data
+        if not self.writes:
+            name = self.recipe.recipe
+            raise UserError(f"no prepared data for this recipe yet. Run: python -m data_prep.run recipe={name}")
         if not data.server.url:
             return Local(self.loader, choose_device(self.recipe.device), data.dtype, data.slots)
         own = edges(self.tokenizer, "assistant", self.recipe.target.template_args).end_ids or self.source.eos_ids
@@ -87,13 +90,14 @@ class Lazy:
         return [self.source.fingerprint, self.source.template_hash, self.recipe.target.template_args, *by]
 
 
-def prepare(recipe: Recipe, target_loader: Loader, source: Source | None = None) -> Prepared:
+def prepare(recipe: Recipe, target_loader: Loader, source: Source | None = None, *, writes: bool = True) -> Prepared:
     """Make what is missing and load the rest. One process: in a launch of several, the main one calls this first.
 
     `source` saves resolving the target again. The loader is called at most once, and not at all when all is current.
+    Without `writes` the target is not asked to write, here or on a server: what it has not written is refused.
     """
     check_sources(recipe)
-    lazy = Lazy(recipe, target_loader, source or resolve(recipe.target))
+    lazy = Lazy(recipe, target_loader, source or resolve(recipe.target), writes)
     with output_folder(data_root(recipe)) as root:
         pairs, report = _prompts(recipe, lazy, root)
         answered = _answers(recipe, lazy, root, pairs)
@@ -335,12 +339,17 @@ def _current(folder: Path, stage: str) -> bool:
 
 
 def _report(folder: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    return report
+    return read_json(folder / "report.json", f"prepared data are damaged, delete {folder} and prepare again")
 
 
 def _read_records(path: Path) -> list[Record]:
-    rows: list[tuple[int, str, Any]] = [(i, f"record {i}", value) for i, value in enumerate(read_lines(path), start=1)]
+    try:
+        lines = read_lines(path)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path}: prepared prompts cannot be read: {error}. Delete {path.parent} and prepare again."
+        ) from error
+    rows: list[tuple[int, str, Any]] = [(i, f"record {i}", value) for i, value in enumerate(lines, start=1)]
     return collect(rows, str(path), "")[0] if rows else []
 
 

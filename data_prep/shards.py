@@ -5,37 +5,20 @@ schedule, so that all of them end as they would have without the kill; whoever c
 sampling is refused.
 """
 
-import contextlib
-import fcntl
 import json
-import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from data_prep.rows import Rows, write_rows
-from recipes.files import make_folder, read_json, sha256_json, whole_folder, write_json
+from recipes.files import read_json, sha256_json, whole_folder, write_json
 from recipes.schema import UserError
 
 # how the shards are made, as against what they say: an unfinished run goes on as it began
 SCHEDULE = ("rows_a_shard", "slots", "dtype", "device")
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder against other processes; the lock goes with the process, however it ends."""
-    handle = os.open(make_folder(folder), os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(f"{folder}: another process is making these answers. Wait for it, or stop it.") from error
-    else:
-        yield
-    finally:
-        os.close(handle)
 
 
 def begin(folder: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from data_prep.prompts import Prompt
 from eval import lossless, picture, report, results, tune
 from eval.decode import Decoded, decode_keeping
 from eval.matrix import SuccessorMatrix
-from eval.matrix_file import starting_matrix
+from eval.matrix_file import is_file, read_matrix, starting_matrix
 from eval.memory import SMALLER, attempt, by_halving
 from eval.outcome import (
     Outcome,
@@ -34,6 +34,7 @@ from eval.outcome import (
 from eval.plan import Entry, check_settings, describe, plan, settings_of, warm_prompts
 from eval.settings import Settings
 from models.eagle3 import Eagle3
+from models.source import Source
 from models.target import Target
 from recipes.schema import Recipe, UserError
 
@@ -131,6 +132,16 @@ def evaluate(
         report.write(tables, tuned, out, sizes, attempt(partial(picture.sketch, bench)) if draws else None)
     report.summary(tables, out)
     return tables
+
+
+def check_matrix(recipe: Recipe, source: Source | None, prompts: Sequence[Prompt]) -> None:
+    """Refuse a start of the matrix that the evaluation could not have; needs no weights."""
+    wanted, spare = warm_prompts(recipe.eval.matrix), disjoint(warmup_prompts(), prompts)
+    if wanted > len(spare):
+        words = f"only {len(spare)} warm-up prompts are at hand. Use warm-{len(spare)} or carried"
+        raise UserError(f"eval.matrix=warm-{wanted}: {words}")
+    if is_file(recipe.eval.matrix):
+        read_matrix(Path(recipe.eval.matrix).expanduser(), "" if source is None else source.fingerprint)
 
 
 def longest_conversation(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> int:

@@ -102,14 +102,14 @@ def flag_loops(outcomes: dict[str, list[Outcome]]) -> None:
 
 def encode(target: Target, recipe: Recipe, prompt: Prompt, answers: Sequence[str] = ()) -> list[int]:
     """Token ids of the conversation up to the turn after `answers`, ready for the target to answer."""
-    return prompt_ids(target.tokenizer, prompt.messages(answers), recipe.target.template_args)
+    return prompt_ids(target.tokenizer, prompt.messages(answers), prompt.arguments(recipe.target.template_args))
 
 
 def check_prompts(target: Source | Target, tokenizer: Any, recipe: Recipe, prompts: Sequence[Prompt]) -> None:
     """Refuse limits that leave no prompt to measure; needs no weights."""
     check_room(target, recipe.eval)
     limit, args = longest_prompt(target, recipe.eval), recipe.target.template_args
-    if not any(len(prompt_ids(tokenizer, prompt.messages(), args)) <= limit for prompt in prompts):
+    if not any(len(prompt_ids(tokenizer, p.messages(), p.arguments(args))) <= limit for p in prompts):
         raise UserError(
             f"every prompt is longer than {limit} tokens. Raise eval.max_prompt, or lower eval.max_new_tokens"
         )

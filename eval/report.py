@@ -3,6 +3,7 @@
 Every sentence here is made of the tables that it stands beside.
 """
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from eval import picture, plots, tunings
 from eval.picture import Sketch
 from eval.verdict import Table, interval_text, judged, named, times, verdict
 from recipes.files import make_folder, write_json, write_text
+from recipes.schema import DECODERS
 
 PICTURE, TREE = "report.png", "tree.png"
 TAU = (
@@ -40,6 +42,7 @@ def write(
 ) -> None:
     """results.json (the headline decoder), results-NAME.json for each, pictures, report.md last; each file whole."""
     make_folder(out)
+    clear(out)
     for table in tables:
         write_json(out / f"results-{table['decoder']}.json", table)
     if tuned is not None:
@@ -51,6 +54,18 @@ def write(
         picture.draw(tree, out / TREE)
     write_json(out / "results.json", headline(tables))
     write_text(out / "report.md", page(tables, tuned, sizes, tree is not None))
+
+
+def clear(out: Path) -> None:
+    """Take away what an earlier run wrote there: its decoders are not this run's, and half of each is the worth of
+    neither. tuned.json stays where it lies beside a drafter."""
+    if not (out / "report.md").is_file():
+        return
+    ours = re.compile(rf"results(-({'|'.join(DECODERS)}|graft-cold|chain-\d+))?\.json")
+    names = {"report.md", "batches.json", PICTURE, TREE} | (set() if (out / "config.json").exists() else {tunings.FILE})
+    for path in [out / "report.md", *out.iterdir()]:  # the page first: it stands for the whole
+        if path.name in names or ours.fullmatch(path.name):
+            path.unlink(missing_ok=True)
 
 
 def headline(tables: list[Table]) -> Table:

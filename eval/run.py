@@ -14,9 +14,8 @@ from omegaconf import OmegaConf
 
 from data_prep.prompts import Prompt, load_prompts
 from eval import calibrated, harness, sweep, tune
-from eval.matrix_file import is_file, read_matrix
 from eval.outcome import check_prompts, disjoint, warmup_prompts
-from eval.plan import Entry, batch_sizes, check_settings, describe, plan, warm_prompts
+from eval.plan import Entry, batch_sizes, check_settings, describe, plan
 from models.eagle3 import Eagle3
 from models.layouts import check_drafter, find_drafter, load_drafter, on_the_hub
 from models.source import Source, load_tokenizer, look_up, resolve
@@ -87,13 +86,8 @@ def check(recipe: Recipe) -> list[Prompt]:
     check_settings(recipe)
     check_writable(out_folder(recipe))
     prompts = load_prompts(recipe.prompts or recipe.eval.prompts, recipe.eval.limit)
-    wanted, spare = warm_prompts(recipe.eval.matrix), disjoint(warmup_prompts(), prompts)
-    if wanted > len(spare):
-        words = f"only {len(spare)} warm-up prompts are at hand. Use warm-{len(spare)} or carried"
-        raise UserError(f"eval.matrix=warm-{wanted}: {words}")
     source = check_models(recipe, needs_drafter(recipe))
-    if is_file(recipe.eval.matrix):
-        read_matrix(Path(recipe.eval.matrix).expanduser(), "" if source is None else source.fingerprint)
+    harness.check_matrix(recipe, source, prompts)
     if source is not None:
         check_prompts(source, load_tokenizer(source, recipe.target.trust_remote_code), recipe, prompts)
     return prompts

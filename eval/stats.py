@@ -52,6 +52,7 @@ def _weights(n: int, seed: int, resamples: int) -> NDArray[np.float64] | None:
     """How often each of n units is drawn in each resample [resamples, n]."""
     if n < 2:
         return None
+    seed &= 2**64 - 1  # a negative seed is one too
     drawn = np.random.default_rng(seed).multinomial(n, np.full(n, 1.0 / n), size=resamples)
     return drawn.astype(np.float64)
 

@@ -1,5 +1,6 @@
 """Where a target comes from: hub id, local folder, GGUF file or a GGUF file that a package ships; known by its hash."""
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -181,12 +182,13 @@ def _weights_hash(folder: Path, dry_run: bool) -> str:
     _check_whole(folder, files)
     stamp = sha256_json([[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files])
     memory = cache_dir("fingerprints", f"{stamp[:32]}.json")
-    if memory.is_file():
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # absent, or cut short by a crash: found anew
         return str(json.loads(memory.read_text())["sha256"])
     digest = sha256_json([sha256_file(f) for f in files])
     if not dry_run:
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        write_json(memory, {"sha256": digest, "folder": str(folder)})
+        with contextlib.suppress(OSError):  # a cache that cannot be written to costs the time alone
+            memory.parent.mkdir(parents=True, exist_ok=True)
+            write_json(memory, {"sha256": digest, "folder": str(folder)})
     return digest
 
 

@@ -23,7 +23,8 @@ def told(run: Callable[[], None]) -> None:
     except UserError as error:
         _stop(str(error))
     except PermissionError as error:
-        _stop(f"no permission for {error.filename}. Choose a folder that you may write to (run_dir, out, data.cache).")
+        where = "run_dir, out, data.cache, or ESPALIER_CACHE in the environment"
+        _stop(f"no permission for {error.filename}. Choose a folder that you may write to ({where}).")
     except KeyboardInterrupt:
         sys.stdout.flush()
         print("interrupted: what is whole was kept, and the same command again goes on from there", file=sys.stderr)

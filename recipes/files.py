@@ -1,6 +1,7 @@
 """Files that are either whole or absent: every write goes aside first and is renamed into place."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -89,6 +90,20 @@ def output_folder(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def locked(folder: Path, work: str) -> Iterator[None]:
+    """Hold the folder against other processes; the lock goes with the process, however it ends."""
+    handle = os.open(make_folder(folder), os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(f"{folder}: another process is {work}. Wait for it, or stop it.") from error
+    else:
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yield a folder aside; on success it takes `path`'s place, on failure nothing is left."""
     make_folder(path.parent)
@@ -111,7 +126,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
 def near_names(path: Path) -> str:
     """Whether the file or folder beside it was meant whose name is nearest; '' where none is near."""
     folder = path.parent
-    return did_you_mean(path.name, [p.name for p in folder.iterdir()], 0.75) if folder.is_dir() else ""
+    names = [p.name for p in folder.iterdir() if p.name != path.name] if folder.is_dir() else []
+    return did_you_mean(path.name, names, 0.75)
 
 
 def sha256_file(path: Path) -> str:

@@ -119,9 +119,15 @@ class Store:
         self.point("best", step if best is None else best)
 
     def state(self, step: int) -> State:
-        raw = read_json(self.path(step) / "state.json", "damaged checkpoint, delete its folder")
-        scores = {int(k): float(v) for k, v in raw["scores"].items()}
-        return State(Cursor(**raw["cursor"]), int(raw["optimizer_step"]), scores, raw["identity"])
+        file = self.path(step) / "state.json"
+        raw = read_json(file, "damaged checkpoint, delete its folder")
+        try:
+            scores = {int(k): float(v) for k, v in raw["scores"].items()}
+            return State(Cursor(**raw["cursor"]), int(raw["optimizer_step"]), scores, dict(raw["identity"]))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"damaged checkpoint, delete its folder: {file} lacks what it should hold: {error!r}"
+            ) from error
 
     def model(self, step: int) -> dict[str, Tensor]:
         return _read(self.path(step) / "model.safetensors")

@@ -13,6 +13,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,16 @@ from models.layouts import default_layout, save_drafter
 from models.source import Source, load_tokenizer
 from models.target import Target, choose_device, choose_dtype, load_target
 from recipes.cli import entry
-from recipes.files import check_writable, output_folder, read_json, run_folder, whole_folder, write_json, write_text
+from recipes.files import (
+    check_writable,
+    locked,
+    output_folder,
+    read_json,
+    run_folder,
+    whole_folder,
+    write_json,
+    write_text,
+)
 from recipes.schema import Recipe, UserError, save
 from train import warm_start
 from train.checkpoint import State, Store, refuse_other_run, run_identity
@@ -52,6 +62,7 @@ def main(recipe: Recipe) -> None:
     folder = check_writable(run_folder(recipe))
     prompts = load_prompts(recipe.eval.prompts, recipe.eval.limit)
     costs, source = check(recipe)
+    harness.check_matrix(recipe, source, prompts)
     refuse_other_run(folder, run_identity(recipe, **hashes(source)))
     warm_start.check_start(recipe, source)
     if source is not None:
@@ -65,7 +76,7 @@ def main(recipe: Recipe) -> None:
             f"evaluation: {len(prompts)} prompts by {', '.join(recipe.eval.decoders)}\nrun folder: {folder.resolve()}"
         )
         return
-    with output_folder(folder):
+    with output_folder(folder), alone(folder):
         if not finished(folder):
             train(recipe, folder, source, prompts)
 
@@ -102,6 +113,11 @@ def train(recipe: Recipe, folder: Path, source: Source, prompts: list[Prompt]) -
         export(recipe, folder, source, prepared, drafter, state)
         report(recipe, folder, target, drafter, state, prompts, loop.packing())
     accelerator.end_training()
+
+
+def alone(folder: Path) -> AbstractContextManager[None]:
+    """The run folder held by this run, whose first process answers for all of them."""
+    return locked(folder, "training in this folder") if rank() == 0 else nullcontext()
 
 
 def rank() -> int:

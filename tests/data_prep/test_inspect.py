@@ -14,7 +14,7 @@ from data_prep.inspect import coloured, headers, kinds, main, runs, turns, unrol
 from data_prep.run import prepare
 from data_prep.supervision import supervised
 from models.target import Target, load_target
-from recipes.schema import Recipe, SourceConfig, TargetConfig, UserError
+from recipes.schema import Recipe, ServerConfig, SourceConfig, TargetConfig, UserError
 from tests.data_prep.styles import STYLES, Style
 from tests.data_prep.test_encode import styled
 
@@ -102,6 +102,12 @@ def test_text_and_page(make_recipe: Maker, target: Target, capsys: pytest.Captur
     recipe = replace(make_recipe(sources=sources, validation_rows=1), rows=20)
     with pytest.raises(UserError, match=r"Run: python -m data_prep.run recipe=tiny"):
         main(recipe)
+    served = replace(recipe.data, server=ServerConfig(url="http://127.0.0.1:9/v1"))
+    with pytest.raises(
+        UserError, match=r"Run: python -m data_prep.run recipe=tiny"
+    ):  # no server is asked to write them
+        main(replace(recipe, data=served, out=str(tmp_path / "new" / "rows.html")))
+    assert not (tmp_path / "new").exists()
     with pytest.raises(UserError, match=r"Name it so, e.g. out=rows.html"):
         main(replace(recipe, out="rows.txt"))
     prepared = prepare(recipe, lambda dtype: target)

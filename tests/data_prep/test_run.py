@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -184,6 +185,20 @@ def test_prepared_data_with_another_vocabulary_are_refused(make_recipe: Maker, t
     write_vocab(VocabMap.from_ids(list(range(64)), target.vocab_size), made.folder / "vocab.safetensors")
     with pytest.raises(UserError, match=r"vocabulary map .* is not the one that report.json names"):
         load_prepared(made.folder)
+
+
+def test_damaged_stages_are_refused_with_what_to_delete(make_recipe: Maker, target: Target, tmp_path: Path) -> None:
+    recipe = make_recipe()
+    root = prepare(recipe, lambda dtype: target).folder.parent
+    answers, rows = sorted(root.iterdir())
+    shutil.rmtree(rows)  # nothing but new rows reads the report of the answers
+    (answers / "report.json").write_text("{")
+    with pytest.raises(UserError, match=rf"delete .*{answers.name} and prepare again"):
+        prepare(recipe, never)
+    for content in (b'{"id": ', b"\xff"):
+        (tmp_path / "prompts.jsonl").write_bytes(content)
+        with pytest.raises(UserError, match=rf"Delete {tmp_path} and prepare again"):
+            run._read_records(tmp_path / "prompts.jsonl")
 
 
 def test_low_coverage_warns(make_recipe: Maker, target: Target, capsys: pytest.CaptureFixture[str]) -> None:

@@ -159,14 +159,6 @@ def unfinish(folder: Path, shard: int) -> None:
     shutil.rmtree(shards.path_of(folder, shard), ignore_errors=True)
 
 
-def test_two_processes_do_not_write_the_same_shards(tmp_path: Path) -> None:
-    folder = tmp_path / "a"
-    with shards.locked(folder), pytest.raises(UserError, match="another process"), shards.locked(folder):
-        pass
-    with shards.locked(tmp_path / "a"):
-        pass
-
-
 def test_scraps_of_a_killed_process_are_swept_up(tmp_path: Path) -> None:
     (tmp_path / ".shard-00001.77" / "rows").mkdir(parents=True)
     manifest: dict[str, Any] = {"model": "m", "slots": 1}

@@ -1,6 +1,6 @@
 """Aggregation: sums, cuts, loops, categories, turns, rotation and matrix states, with a fake decoder."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -10,10 +10,11 @@ import pytest
 from data_prep.prompts import Prompt
 from eval import harness
 from eval.decode import RowResult
+from eval.outcome import encode
 from eval.plan import check_settings, plan
 from eval.settings import Settings
 from models.target import Target
-from recipes.schema import DECODERS, Recipe, UserError
+from recipes.schema import DECODERS, Recipe, TargetConfig, UserError
 from tests.eval.fakes import FakeDecode, FakeTarget, fake_drafter, fake_prompts, fake_recipe
 
 DRAFTER = fake_drafter()
@@ -249,3 +250,16 @@ def test_without_a_drafter_those_are_left_that_need_none() -> None:
     ]
     assert [entry.settings.depth for entry in entries[2:]] == [10, 40]
     assert all(entry.gates_from == "" for entry in entries)
+
+
+def test_a_prompt_brings_its_own_tools_and_template_arguments(tiny_target: Callable[..., Target]) -> None:
+    target = tiny_target()
+    plain, template = Prompt("a", ["a b"]), target.tokenizer.chat_template
+    own = replace(plain, template_args={"mood": "x y z"}, tools=[{"name": "f"}])
+    try:
+        target.tokenizer.chat_template = "{{ mood }}{{ tools[0]['name'] if tools }}" + template
+        recipe = replace(fake_recipe(), target=TargetConfig(template_args={"mood": "a"}))
+        texts = [target.tokenizer.decode(encode(target, recipe, prompt)) for prompt in (plain, own)]
+    finally:
+        target.tokenizer.chat_template = template
+    assert texts[0].startswith("a<s>") and texts[1].startswith("x y zf<s>")

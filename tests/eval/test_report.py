@@ -64,7 +64,14 @@ def test_it_is_not_shown_either_way() -> None:
 def test_one_prompt_shows_nothing() -> None:
     text = verdict(tables(price(chain=5.0), prompts=1, decoders=["ar", "chain"]))
     assert text.startswith("Not shown to pay")
-    assert "too few for an interval" in text
+    assert "too few to tell" in text
+
+
+def test_five_prompts_show_nothing_though_their_interval_does_not_hold_1() -> None:
+    fast = price(chain=5.0)
+    few, enough = (verdict(tables(fast, prompts=n, decoders=["ar", "chain"])) for n in (5, 6))
+    assert few.startswith("Not shown to pay") and "over 5 prompts, which are too few to tell" in few
+    assert enough.startswith("It pays")
 
 
 def test_ar_alone_is_no_gain() -> None:
@@ -176,4 +183,5 @@ def test_nobody_on_the_front_is_beaten() -> None:
     ("interval", "word"), [([1.01, 1.2], "pays"), ([0.8, 0.99], "does not pay"), ([0.9, 1.1], "uncertain")]
 )
 def test_the_interval_decides(interval: list[float], word: str) -> None:
-    assert outcome({"speedup_ci95": interval}) == word
+    assert outcome({"speedup_ci95": interval, "prompts": 6}) == word
+    assert outcome({"speedup_ci95": interval, "prompts": 5}) == "uncertain"

@@ -290,3 +290,33 @@ def test_a_matrix_of_another_target_is_refused_before_weights_load(
     file = world.folder / "other.safetensors"
     save_matrix(SuccessorMatrix(320), file, "feedbeef")
     assert "was learnt from another target" in refused(world, capsys, f"eval.matrix={file}")
+
+
+def test_a_second_run_into_the_same_folder_leaves_nothing_of_the_first(world: World, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    entry(run.main, world.arguments(f"out={out}", "decoder=graft", "eval.batch_sizes=[1]", "eval.lossless=-1"))
+    (out / "results-mine.json").write_text("not ours")
+    assert (out / "batches.json").is_file() and (out / "results-graft-cold.json").is_file()
+    entry(run.main, world.arguments(f"out={out}", "decoder=ar", "eval.lossless=-1"))
+    assert {p.name for p in out.iterdir()} == {
+        "results.json", "results-ar.json", "results-mine.json", "report.md", "report.png"
+    }  # fmt: skip
+
+
+def test_results_beside_a_drafter_leave_what_the_tuner_wrote_there(world: World, tmp_path: Path) -> None:
+    out = tmp_path / "drafter"
+    shutil.copytree(world.folder / "drafter", out)
+    (out / "tuned.json").write_text('{"schema": 2, "batches": {}}')
+    for _ in range(2):
+        entry(run.main, world.arguments(f"drafter={out}", f"out={out}", "decoder=chain", "eval.lossless=-1"))
+    assert (out / "tuned.json").is_file() and (out / "model.safetensors").is_file()
+
+
+def test_a_rule_that_cannot_be_honoured_is_refused_before_tuning_loads_weights(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "load_target", None)
+    for command in (tune.main, calibrate.main):
+        with pytest.raises(SystemExit) as stop:
+            entry(command, world.arguments("verifier=spectr"))
+        assert stop.value.code == 2 and "verifier=spectr needs the law" in capsys.readouterr().err

@@ -55,3 +55,8 @@ def test_the_seed_decides() -> None:
 
 def test_prompts_of_one_batch_are_one_unit() -> None:
     assert stats.grouped([1, 2, 4, 8], [7, 7, 3, 7]).tolist() == [11, 4]
+
+
+def test_any_whole_number_is_a_seed() -> None:
+    ones = [1.0, 2.0, 3.0]
+    assert all(stats.ratio_interval(ones, [1.0] * 3, seed, 50) for seed in (-1, 0, 2**70))

@@ -196,3 +196,28 @@ def test_end_tokens_of_every_file_count(folder: Path) -> None:
 def test_device_and_dtype_names() -> None:
     with pytest.raises(UserError, match="float16"):
         choose_dtype("int8", choose_device("cpu"))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_a_remembered_hash_that_a_crash_cut_short_is_made_again(folder: Path, content: str) -> None:
+    first = resolve(TargetConfig(path=str(folder))).fingerprint
+    (memory,) = (folder.parent / "cache" / "fingerprints").iterdir()
+    memory.write_text(content)
+    assert resolve(TargetConfig(path=str(folder))).fingerprint == first
+    assert json.loads(memory.read_text())["sha256"]
+
+
+def test_a_file_is_not_said_to_be_meant_for_itself(folder: Path) -> None:
+    (folder / "notes").write_text("")
+    with pytest.raises(UserError) as caught:
+        resolve(TargetConfig(path=str(folder / "notes")))
+    assert "neither a folder" in str(caught.value) and "Did you mean" not in str(caught.value)
+
+
+def test_a_cache_that_cannot_be_written_to_costs_no_more_than_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = resolve(TargetConfig(path=str(folder))).fingerprint
+    (folder.parent / "file").write_text("")
+    monkeypatch.setenv("ESPALIER_CACHE", str(folder.parent / "file"))
+    assert resolve(TargetConfig(path=str(folder))).fingerprint == first

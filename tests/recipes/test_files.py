@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.files import check_writable, near_names, output_folder, write_text
+from recipes.files import check_writable, locked, near_names, output_folder, write_text
 from recipes.schema import UserError
 
 
@@ -56,3 +56,15 @@ def test_the_nearest_name_is_near(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text("")
     assert near_names(tmp_path / "brokn.jsonl") == " Did you mean 'broken.jsonl'?"
     assert near_names(tmp_path / "nope.jsonl") == ""
+
+
+def test_two_processes_do_not_work_in_the_same_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    with (
+        locked(folder, "baking"),
+        pytest.raises(UserError, match="another process is baking"),
+        locked(folder, "baking"),
+    ):
+        pass
+    with locked(folder, "baking"):
+        pass

@@ -158,3 +158,12 @@ def test_state_is_json_and_tensors_are_named(target: Target, tmp_path: Path) -> 
     assert store.model(2).keys() == names
     assert all(t.dtype == torch.float32 for t in store.model(2).values())
     assert store.moments(2)["exp_avg"].keys() == store.moments(2)["exp_avg_sq"].keys() == names
+
+
+@pytest.mark.parametrize("content", ["{}", '{"scores": [], "cursor": 1}', "[]", "{"])
+def test_a_damaged_state_is_refused_with_what_to_do(tmp_path: Path, content: str) -> None:
+    store = Store(tmp_path)
+    store.save(*small_checkpoint(4), keep=2)
+    (store.path(4) / "state.json").write_text(content)
+    with pytest.raises(UserError, match=r"damaged checkpoint, delete its folder: .*step-4.state\.json"):
+        store.resume({})

@@ -17,6 +17,7 @@ from models.eagle3 import Eagle3, Eagle3Config
 from models.layouts import load_drafter
 from models.target import Target
 from models.vocab import VocabMap
+from recipes.files import locked
 from recipes.schema import EagleConfig, Recipe, UserError, load
 from tests.train.reading import curve
 from train.checkpoint import Store
@@ -158,6 +159,12 @@ def test_a_dry_run_refuses_another_runs_folder_finished_or_not(
         ("eval.max_new_tokens=600", "leaves no room for a prompt: the target has 512 positions"),
         ("eval.prompts=reprot", "Did you mean 'report'"),
         (
+            "eval.matrix=none.safetensors",
+            r"eval\.matrix=none\.safetensors: no such file",
+        ),
+        ("eval.matrix=warm-99", r"eval\.matrix=warm-99: only \d+ warm-up prompts"),
+        ("eval.prompts=", r"eval\.prompts is empty"),
+        (
             "data.sources.mine.path=none.jsonl",
             r"data\.sources\.mine\.path: .* none\.jsonl does not exist in /",
         ),
@@ -192,6 +199,15 @@ def test_ctrl_c_leaves_a_run_that_goes_on(
     assert step is not None and step >= 2
     with pytest.raises(UserError, match="seed: was 0, now 1"):
         main(recipe(arguments, tmp_path / "a" / "run", *given, "seed=1"))
+
+
+def test_a_folder_that_another_run_trains_in_is_refused(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("train.eagle.load_target", None)
+    folder = tmp_path / "run"
+    with locked(folder, "training"), pytest.raises(UserError, match=r"run: another process is training in this folder"):
+        main(recipe(arguments, folder))
 
 
 def test_a_kill_during_the_evaluation_costs_only_that(
