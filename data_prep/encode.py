@@ -95,7 +95,7 @@ def encode_records(
         encodings = iter(_encodings(tokenizer, texts))
         for row in rows:
             try:
-                yield row if isinstance(row, Encoded) else _mark(tokenizer, row, next(encodings))
+                yield row if isinstance(row, Encoded) else reader.mark(row, next(encodings), tally)
             except Refused as refusal:
                 tally.refuse(refusal, row.record.id)
 
@@ -108,6 +108,8 @@ class Reader:
         self.markers = special_texts(tokenizer)
         self.marked = has_markers(tokenizer)
         self.known: dict[str, Edges] = {}
+        self.special_ids = set(tokenizer.added_tokens_decoder)
+        self.openings: dict[str, list[int]] = {}  # tokens of the last words before an answer
         self._edges(args)  # a template that cannot be read is refused at once, not row by row
 
     def texts(self, record: Record, tally: Tally) -> list[Text | Encoded]:
@@ -228,6 +230,36 @@ class Reader:
         marker = next((m for m in self.markers if between.lstrip().startswith(m)), "")
         return between.lstrip().removeprefix(marker).lstrip() or between.strip()
 
+    def mark(self, row: Text, encoding: Any, tally: Tally) -> Encoded:
+        """Tokens of the row's text, with those of each span marked."""
+        ids: list[int] = encoding.ids
+        marks = [0] * len(ids)
+        as_served = True
+        for start, end, number in row.spans:
+            first, last = (_token_at(self.tokenizer, encoding, row.text, edge) for edge in (start, end))
+            marks[first:last] = [number] * (last - first)
+            as_served &= self._is_served(row.text, encoding, start, first)
+        if not as_served:
+            tally.repair("an opening of which a server makes other tokens, as no answer follows: kept", row.record.id)
+        return Encoded(row.record, row.turn, ids, marks)
+
+    def _is_served(self, text: str, encoding: Any, start: int, first: int) -> bool:
+        """Whether the tokens from the last special one up to an answer are the same where the text ends there.
+
+        Some tokenizers (GPT-2's rule for white space) make one token of two newlines at an end, and two before a word.
+        """
+        place = first - 1
+        while place >= 0 and encoding.ids[place] not in self.special_ids:
+            place -= 1
+        if place < 0:
+            return True  # nothing that is certain to be a token of its own: not looked into
+        tail = text[encoding.token_to_chars(place)[0] : start]
+        if len(tail) > LONGEST_OPENING:
+            return True
+        if tail not in self.openings:
+            self.openings[tail] = _encodings(self.tokenizer, [tail])[0].ids
+        return bool(self.openings[tail] == encoding.ids[place:first])
+
     def _edges(self, args: Mapping[str, Any]) -> Edges:
         key = sha256_json(args)
         if key not in self.known:
@@ -266,16 +298,6 @@ def _overlap(opening: str, written: str) -> int:
             if end.endswith(written[:n]):
                 return n
     return 0
-
-
-def _mark(tokenizer: PreTrainedTokenizerBase, row: Text, encoding: Any) -> Encoded:
-    """Tokens of the row's text, with those of each span marked."""
-    ids: list[int] = encoding.ids
-    marks = [0] * len(ids)
-    for start, end, number in row.spans:
-        first, last = (_token_at(tokenizer, encoding, row.text, edge) for edge in (start, end))
-        marks[first:last] = [number] * (last - first)
-    return Encoded(row.record, row.turn, ids, marks)
 
 
 def _token_at(tokenizer: PreTrainedTokenizerBase, encoding: Any, text: str, edge: int) -> int:

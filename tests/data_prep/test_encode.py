@@ -203,6 +203,19 @@ def test_a_template_that_rewrites_the_past_gives_a_row_for_each_answer(tokenizer
     assert all(set(r.marks) == {0, 1} for r in rows)
 
 
+@pytest.mark.parametrize(("name", "served"), [("llama3", False), ("chatml", True), ("gemma", True)])
+def test_an_opening_of_which_a_server_makes_other_tokens_is_told(smollm2: Any, name: str, served: bool) -> None:
+    (style,) = [s for s in STYLES if s.name == name]
+    dressed, talk = styled(smollm2, style), chat("q", "a b", "q2", "c d")
+    (row,), tally = encode(dressed, talk)
+    asked = dressed.apply_chat_template(talk.messages[:1], add_generation_prompt=True, tokenize=False)
+    given = dressed(asked, add_special_tokens=False)["input_ids"]
+    assert (row.ids[: row.marks.index(1)] == given) == served  # two newlines are one token at the end of a text
+    assert [count for rule, count in tally.repaired.items() if "a server makes other tokens" in rule] == [1] * (
+        not served
+    )
+
+
 def test_a_last_question_is_left_out_and_told(tokenizer: Any) -> None:
     rows, tally = encode(tokenizer, chat("q", "a", "and?"))
     assert tokenizer.decode(rows[0].ids) == "<s>user\nq</s>\n<s>assistant\na</s>"
