@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up what the tests need, then checks style and types and runs the tests.
 #   scripts/test.sh [pytest arguments]           style, types, and every test on tiny models
-#   scripts/test.sh --slow [pytest arguments]    the tests that train and decode the real model, and nothing else
+#   scripts/test.sh --slow [pytest arguments]    the tests that take long or train and decode the real model, and nothing else
 set -euo pipefail
 case "${1:-}" in
     -h | --help)

@@ -195,6 +195,7 @@ def grouped(law: Tensor, groups: int) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, (law[order].cumsum(0) * groups).long().clamp(max=groups - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", LOSSLESS, ids=show)
 def test_a_thousand_tokens_by_chance(rule: Rule) -> None:
     """Chi-square of the first two tokens, in 8 x 8 groups, over 16,000 rounds."""

@@ -160,6 +160,7 @@ def test_a_greedy_target_says_the_same_whatever_is_sampled(pair: tuple[Target, E
             assert [r.tokens for r in decode(*pair, PROMPTS, settings).rows] == [r.tokens for r in plain.rows], name
 
 
+@pytest.mark.slow
 def test_a_draft_of_the_targets_temperature_from_a_sharp_drafter_changes_nothing_at_bfloat16(
     pair: tuple[Target, Eagle3],
 ) -> None:
