@@ -99,7 +99,12 @@ def test_documented_keys_exist_and_the_recipe_resolves(command: str) -> None:
         assert (ROOT / f"{words[2].replace('.', '/')}.py").is_file()
 
 
-@pytest.mark.parametrize("command", LOCAL)
+def measuring(command: str) -> list[pytest.MarkDecorator]:
+    """Dry runs of training measure the device for ten seconds each; that of data preparation stays as an example."""
+    return [pytest.mark.slow] if "train/eagle.py" in command else []
+
+
+@pytest.mark.parametrize("command", [pytest.param(c, marks=measuring(c), id=c) for c in LOCAL])
 def test_documented_command_runs_dry_from_another_folder(command: str, folder: Path) -> None:
     words = [str(ROOT / w) if w.endswith((".py", ".yaml")) else w for w in shlex.split(command)]
     before = files(folder)
