@@ -9,7 +9,6 @@
 What the layout can't express is refused with the reason; nothing is left out or changed.
 """
 
-import difflib
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,7 +25,7 @@ from models.source import Source, resolve
 from models.weights import target_table
 from recipes.cli import told
 from recipes.files import read_json
-from recipes.schema import TargetConfig, UserError
+from recipes.schema import TargetConfig, UserError, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -47,9 +46,8 @@ def parse(argv: list[str]) -> Request:
         if not equals:
             raise UserError(f"argument {argument!r} is not of the form key=value. Keys: {', '.join(known)}")
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.4)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}"
-            raise UserError(f"unknown key {key!r}. {hint}")
+            hint = did_you_mean(key, known, 0.4) or f" Known: {', '.join(known)}"
+            raise UserError(f"unknown key {key!r}.{hint}")
         given[key] = value
     request = Request(**given)
     missing = [f"{key}=" for key in ("drafter", "layout", "out") if not getattr(request, key)]

@@ -12,6 +12,7 @@ import torch
 
 from data_prep.run import Prepared
 from data_prep.vocabulary import coverage
+from models import layout_tables
 from models.eagle3 import Eagle3, Eagle3Config
 from models.layouts import check_drafter, find_drafter, load_drafter, on_the_hub, read_provenance
 from models.source import Source
@@ -19,7 +20,7 @@ from models.target import Target, check_taps
 from models.vocab import VocabMap
 from recipes.schema import EagleConfig, Recipe, UserError
 
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
+FLAGS = (*layout_tables.FLAGS, "qk_norm")
 
 
 def flags(cfg: EagleConfig) -> dict[str, bool]:
