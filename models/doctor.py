@@ -17,7 +17,8 @@ from typing import Any
 from models.facts import Facts, read_facts, read_target, with_weights
 from models.fault import BOTH, Finding
 from models.findings import diagnose
-from models.kinds import FLAGS, NAMES, Draft, look
+from models.kinds import NAMES, Draft, look
+from models.layout_tables import FLAGS
 from models.serving import sglang_command, vllm_command
 from models.simulate import Simulated, simulate
 from models.taps import engine_taps

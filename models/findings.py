@@ -10,7 +10,8 @@ from itertools import pairwise
 
 from models.facts import Facts, Stored, rope_of
 from models.fault import BOTH, SGLANG, VLLM, Finding
-from models.kinds import ARCHITECTURES, FLAGS, Draft, architectures
+from models.kinds import ARCHITECTURES, Draft, architectures
+from models.layout_tables import FLAGS
 from models.shapes import dflash_shapes, eagle3_shapes
 from models.taps import tap_findings, target_layers, whole_numbers
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.facts import PICKLED, Facts, Stored
+from models.layout_tables import FLAGS
 
 ARCHITECTURES = {  # EAGLE-3 architectures that vLLM knows; SGLang knows the first
     "LlamaForCausalLMEagle3",
@@ -30,7 +31,6 @@ NAMES = {
     "": "not a drafter",
 }
 MOST = 256  # layers and captured states that are looked at, whatever a config claims
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True)
