@@ -7,7 +7,8 @@ from typing import Any
 from eval.matrix_file import is_file
 from eval.rules import BEST_OF_ONE, BEST_OF_SEVERAL, RULES, rule_of, words
 from eval.settings import GATED, LINES, PUBLISHED_GATES, Settings
-from recipes.schema import DECODERS, DRAFTED, EvalConfig, Recipe, UserError, validate
+from recipes.rules import validate
+from recipes.schema import DECODERS, DRAFTED, EvalConfig, Recipe, UserError
 
 
 @dataclass(frozen=True)

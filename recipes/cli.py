@@ -3,7 +3,8 @@
 import sys
 from collections.abc import Callable
 
-from recipes.schema import Recipe, SourceConfig, UserError, known_keys, load, recipe_names
+from recipes.loading import known_keys, load, recipe_names
+from recipes.schema import Recipe, SourceConfig, UserError
 
 
 def entry(main: Callable[[Recipe], None], argv: list[str] | None = None) -> None:

@@ -19,7 +19,7 @@ from data_prep.prompts import SHIPPED
 from data_prep.schemas import Conversation
 from data_prep.tally import Tally
 from models.source import load_tokenizer, resolve
-from recipes.schema import load
+from recipes.loading import load
 
 TOKENS_A_WORD = 1.45  # about; the tokens that came out are printed
 

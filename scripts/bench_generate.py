@@ -28,7 +28,8 @@ from data_prep.prompts import load_prompts
 from data_prep.template import edges, prompt_ids
 from models.generate import generate
 from models.target import Target, choose_device, choose_dtype, load_target
-from recipes.schema import TargetConfig, load
+from recipes.loading import load
+from recipes.schema import TargetConfig
 from scripts.bench_decode import copy_bandwidth, wait
 
 LONGEST_PROMPT = 1024  # tokens; a longer one is left out

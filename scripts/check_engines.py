@@ -30,7 +30,8 @@ from models.layouts import load_drafter
 from models.taps import engine_taps
 from models.target import load_target
 from recipes.files import make_folder, write_json, write_text
-from recipes.schema import UserError, load
+from recipes.loading import load
+from recipes.schema import UserError
 
 SLOTS = 8  # rows decoded side by side
 

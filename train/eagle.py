@@ -47,7 +47,8 @@ from recipes.files import (
     write_json,
     write_text,
 )
-from recipes.schema import Recipe, UserError, save
+from recipes.loading import save
+from recipes.schema import Recipe, UserError
 from train import warm_start
 from train.checkpoint import State, Store, refuse_other_run, run_identity
 from train.cost import kept_features, training_cost, use_bf16

@@ -3,7 +3,7 @@
 import pytest
 
 from data_prep.run import main
-from recipes.schema import load, recipe_names
+from recipes.loading import load, recipe_names
 
 
 @pytest.mark.parametrize("name", recipe_names())

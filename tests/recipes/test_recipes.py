@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from recipes import cli
-from recipes.schema import Recipe, UserError, known_keys, load, recipe_names, save
+from recipes.loading import known_keys, load, recipe_names, save
+from recipes.schema import Recipe, UserError
 
 DELIVERED = ["llama3", "qwen3", "qwen3-0.6b", "smollm2", "smollm2-eagle31", "smollm2-gpu"]
 

@@ -16,7 +16,7 @@ from eval.matrix_file import save_matrix
 from models.eagle3 import Eagle3, Eagle3Config
 from models.layouts import save_drafter
 from models.vocab import VocabMap
-from recipes.schema import known_keys, load, recipe_names
+from recipes.loading import known_keys, load, recipe_names
 from tests.tiny import tiny_model_folder
 
 ROOT = Path(__file__).parent.parent.parent

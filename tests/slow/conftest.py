@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from models.target import Target, load_target
-from recipes.schema import load
+from recipes.loading import load
 from tests.tiny import tiny_model_folder
 
 QUESTIONS = [

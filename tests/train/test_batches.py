@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.supervision import supervised
-from recipes.schema import TrainConfig, UserError, load
+from recipes.loading import load
+from recipes.schema import TrainConfig, UserError
 from tests.train import tiny_run
 from train.batches import Cursor, Schedule, Step, deal, load_batch, pack, plan_epoch
 

@@ -18,7 +18,8 @@ from models.layouts import load_drafter
 from models.target import Target
 from models.vocab import VocabMap
 from recipes.files import locked
-from recipes.schema import EagleConfig, Recipe, UserError, load
+from recipes.loading import load
+from recipes.schema import EagleConfig, Recipe, UserError
 from tests.train.reading import curve
 from train.checkpoint import Store
 from train.cost import parameters

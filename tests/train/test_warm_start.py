@@ -12,7 +12,8 @@ from models.eagle3 import Eagle3
 from models.layouts import Verifier, load_drafter, save_drafter
 from models.target import Target
 from models.vocab import VocabMap
-from recipes.schema import Recipe, UserError, load
+from recipes.loading import load
+from recipes.schema import Recipe, UserError
 from tests.tiny import tiny_drafter
 from tests.train.test_eagle import prompts
 from train import warm_start

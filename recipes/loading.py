@@ -1,0 +1,144 @@
+"""From `recipe=NAME key=value ...` to a Recipe, and back to YAML.
+
+Unknown keys are refused with the nearest known one named.
+"""
+
+import dataclasses
+import difflib
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from recipes.rules import validate
+from recipes.schema import DataConfig, Recipe, SourceConfig, UserError, did_you_mean
+
+HERE = Path(__file__).parent
+# sampling habits that depend on more than the next token's law, or change it along the path: refused by name
+NOT_LOSSLESS = ("penalty", "logit_bias", "min_p", "typical_p", "no_repeat", "beam", "bad_words", "guidance", "min_new")
+
+
+def known_keys(cls: type = Recipe, prefix: str = "") -> list[str]:
+    """Every dotted key of the tree, groups included."""
+    keys: list[str] = []
+    for f in dataclasses.fields(cls):
+        keys.append(prefix + f.name)
+        if isinstance(f.type, type) and dataclasses.is_dataclass(f.type):
+            keys += known_keys(f.type, f"{prefix}{f.name}.")
+    return keys
+
+
+def load(argv: list[str]) -> Recipe:
+    """Resolve `recipe=NAME key=value ...` into a Recipe. Raises UserError, naming the key and the nearest known one."""
+    bad = [a for a in argv if "=" not in a.lstrip("=")]
+    if bad:
+        raise UserError(f"argument {bad[0]!r} is not of the form key=value. Example: recipe=smollm2 train.epochs=2")
+    given = [a.split("=", 1)[1] for a in argv if a.startswith("recipe=")]
+    if not given:
+        raise UserError(f"no recipe=NAME given. Recipes here: {', '.join(recipe_names())}")
+    path = recipe_path(given[-1])
+    file = _read(path)
+    try:
+        # `key=` is meant as empty text, which OmegaConf would read as null
+        overrides = OmegaConf.from_dotlist([a + "''" if a.endswith("=") else a for a in argv])
+        layers = OmegaConf.merge(file, overrides)
+    except Exception as error:  # YAML and OmegaConf each raise their own families
+        raise UserError(f"the command line cannot be read: {_first_line(error)}") from error
+    sources = OmegaConf.select(layers, "data.sources", default={})
+    names = list(sources) if isinstance(sources, DictConfig) else []
+    groups = [f.name for f in dataclasses.fields(Recipe) if dataclasses.is_dataclass(f.type)]
+    for group in [*groups, "data.sources", *(f"data.sources.{name}" for name in names)]:
+        if not isinstance(OmegaConf.select(layers, group, default=DictConfig({})), DictConfig):
+            raise UserError(
+                f"{_origin(group, argv, path)}: key {group!r} is a group: give its keys, as {group}.KEY=VALUE"
+            )
+    base = OmegaConf.structured(Recipe(data=DataConfig(sources={str(name): SourceConfig() for name in names})))
+    _unlock(base)
+    try:
+        merged = OmegaConf.merge(base, layers)
+    except OmegaConfBaseException as error:
+        key = str(error.full_key or "").replace("[", ".").replace("]", "")
+        raise UserError(_explain(_origin(key, argv, path), key, error)) from error
+    try:
+        recipe = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:  # an interpolation that leads nowhere, for one
+        raise UserError(f"{_origin(str(error.full_key or ''), argv, path)}: {_first_line(error)}") from error
+    assert isinstance(recipe, Recipe)
+    if recipe.verifier:
+        recipe = dataclasses.replace(recipe, eval=dataclasses.replace(recipe.eval, verifier=recipe.verifier))
+    validate(recipe)
+    return recipe
+
+
+def save(recipe: Recipe, path: Path) -> None:
+    """Write the resolved tree as YAML that `load` reads back."""
+    text = OmegaConf.to_yaml(OmegaConf.structured(recipe))
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def recipe_names() -> list[str]:
+    return sorted(p.stem for p in HERE.glob("*.yaml"))
+
+
+def recipe_path(name: str) -> Path:
+    for candidate in (HERE / f"{name}.yaml", Path(name)):
+        if candidate.is_file() and candidate.suffix == ".yaml":
+            return candidate
+    hint = did_you_mean(name, recipe_names(), 0.4)
+    raise UserError(f"no recipe {name!r}: neither a name ({', '.join(recipe_names())}) nor a .yaml file.{hint}")
+
+
+def _unlock(node: Any) -> None:
+    """Frozen dataclasses make OmegaConf nodes read-only, level by level; merging needs them open."""
+    if isinstance(node, DictConfig):
+        OmegaConf.set_readonly(node, False)
+        for key in node:
+            _unlock(node[key])
+
+
+def _read(path: Path) -> Any:
+    try:
+        file = OmegaConf.load(path)
+    except Exception as error:  # YAML, UTF-8 and OmegaConf each raise their own families
+        raise UserError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(file, DictConfig):
+        raise UserError(f"{path}: must be a YAML mapping, as the recipes in {HERE} are")
+    return file
+
+
+def _origin(key: str, argv: list[str], path: Path) -> str:
+    """Where the value of `key` was given."""
+    typed = any(f"{key}.".startswith(a.split("=", 1)[0] + ".") for a in argv)
+    return "the command line" if typed else str(path)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _explain(where: str, key: str, error: OmegaConfBaseException) -> str:
+    reason = _first_line(error)
+    if "ListConfig" in reason:
+        return f"{where}: key {key!r} is a list: write it as {key}=[a,b]"
+    if "not in" not in reason:
+        return f"{where}: key {key!r}: {reason}"
+    group, _, leaf = key.rpartition(".")
+    if group == "eval" and any(word in leaf for word in NOT_LOSSLESS):
+        return (
+            f"{where}: {key!r} is refused: no decoder here can honour it losslessly (temperature, top_p and top_k, yes)"
+        )
+    if group.startswith("data.sources."):
+        known = [f"{group}.{f.name}" for f in dataclasses.fields(SourceConfig)]
+    else:
+        known = known_keys()
+    siblings = [k for k in known if k.rpartition(".")[0] == group]
+    near = (
+        difflib.get_close_matches(key, siblings, n=1, cutoff=0.5)
+        or [k for k in known if k.rpartition(".")[2] == leaf]
+        or difflib.get_close_matches(key, known, n=1, cutoff=0.4)
+    )
+    hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(siblings or known)}"
+    return f"{where}: unknown key {key!r}. {hint}"
