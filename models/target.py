@@ -35,6 +35,7 @@ class States:
 
 
 SeeFn = Callable[[slice, States], None]  # (positions of a chunk, their states)
+SeeKeysFn = Callable[[int, Tensor, Tensor], None]  # (layer, keys, values [1, K, T, D])
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,10 @@ class Target:
         norms = {n: self._gain(m) for n, m in named.items()}
         return Layer(qkv, bias, attn.o_proj, gate_up, mlp.down_proj, mlp.act_fn, norms, attn.scaling, softcap, kind)
 
-    def _norm(self, x: Tensor, gain: Tensor) -> Tensor:
+    def norm(self, x: Tensor, gain: Tensor) -> Tensor:
         return F.rms_norm(x, (gain.shape[0],), gain, self.eps)
 
-    def _rope(self, kind: str) -> tuple[Tensor, Tensor]:
+    def rope(self, kind: str) -> tuple[Tensor, Tensor]:
         """Cosines and sines of every position [P, D]."""
         key = kind if hasattr(self._rotary, "layer_types") else ""
         if key not in self._tables:
@@ -151,7 +152,7 @@ class Target:
         return self._run(ids_BT, positions, attention)
 
     def _run(self, ids_BT: Tensor, positions_BT: Tensor, attention: AttendFn) -> States:
-        tables = {kind: self._rope(kind) for kind in {la.kind for la in self.layers}}
+        tables = {kind: self.rope(kind) for kind in {la.kind for la in self.layers}}
         ropes = {kind: (cos[positions_BT], sin[positions_BT]) for kind, (cos, sin) in tables.items()}
         x = self.embed_tokens(ids_BT)
         states = [x] if 0 in self.taps else []
@@ -159,14 +160,14 @@ class Target:
             x = self._layer(layer, index, x, ropes[layer.kind], attention)
             if index + 1 in self.taps:
                 states.append(x)
-        return States(torch.cat(states, -1), self._norm(x, self.final_norm))
+        return States(torch.cat(states, -1), self.norm(x, self.final_norm))
 
     def _fused(
         self, fused: ModuleType, x: Tensor, depths_BT: Tensor | None, cache: KVCache, ancestors_BTT: Tensor | None
     ) -> States:
         """`forward` by the kernels of the device: the same layers, with fewer launches."""
         seen = None if ancestors_BTT is None else ancestors_BTT.to(torch.uint8).contiguous()
-        rope, states = self._rope(self.layers[0].kind), []
+        rope, states = self.rope(self.layers[0].kind), []
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
             x, normed = fused.add_norm(x, delta, layer.norms["input_layernorm"], self.eps)
@@ -206,22 +207,31 @@ class Target:
     def _layer(
         self, layer: Layer, index: int, x_BTH: Tensor, rope: tuple[Tensor, Tensor], attention: AttendFn
     ) -> Tensor:
-        B, T, _ = x_BTH.shape
-        norms = layer.norms
-        qkv = linear(self._norm(x_BTH, norms["input_layernorm"]), layer.qkv, layer.qkv_bias)
-        qkv = qkv.view(B, T, self.n_heads + 2 * self.n_kv, self.head_dim).transpose(1, 2)
+        qkv = linear(self.norm(x_BTH, layer.norms["input_layernorm"]), layer.qkv, layer.qkv_bias)
+        mixed = attention(index, *self.split_heads(qkv, layer.norms, rope))
+        return self.finish(layer, x_BTH, linear(mixed, layer.out.weight, layer.out.bias))
+
+    def split_heads(
+        self, qkv_BTX: Tensor, norms: dict[str, Tensor], rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [B, N, T, D] and keys, and values [B, K, T, D], of projections that lie side by side; `norms`
+        may hold the gains of q_norm and k_norm."""
+        qkv = qkv_BTX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = qkv.split([self.n_heads, self.n_kv, self.n_kv], dim=1)
         if "q_norm" in norms:
-            q, k = self._norm(q, norms["q_norm"]), self._norm(k, norms["k_norm"])
-        q, k = rotate(q, *rope), rotate(k, *rope)
-        x = linear(attention(index, q, k, v), layer.out.weight, layer.out.bias)
+            q, k = self.norm(q, norms["q_norm"]), self.norm(k, norms["k_norm"])
+        return rotate(q, *rope), rotate(k, *rope), v
+
+    def finish(self, layer: Layer, x_BTH: Tensor, mixed_BTH: Tensor) -> Tensor:
+        """The rest of a layer, from what its attention adds to its input."""
+        norms = layer.norms
         if "pre_feedforward_layernorm" in norms:  # Gemma 2 and 3 norm both ends of each sublayer
-            x = x_BTH + self._norm(x, norms["post_attention_layernorm"])
-            return x + self._norm(
-                self._mlp(layer, self._norm(x, norms["pre_feedforward_layernorm"])), norms["post_feedforward_layernorm"]
+            x = x_BTH + self.norm(mixed_BTH, norms["post_attention_layernorm"])
+            return x + self.norm(
+                self._mlp(layer, self.norm(x, norms["pre_feedforward_layernorm"])), norms["post_feedforward_layernorm"]
             )
-        x = x_BTH + x
-        return x + self._mlp(layer, self._norm(x, norms["post_attention_layernorm"]))
+        x = x_BTH + mixed_BTH
+        return x + self._mlp(layer, self.norm(x, norms["post_attention_layernorm"]))
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
         gate, up = linear(x, layer.gate_up).chunk(2, dim=-1)
@@ -264,11 +274,14 @@ class Target:
         return self.forward(ids_BT)
 
     @torch.no_grad()
-    def packed_features(self, ids_T: Tensor, documents: Documents) -> States:
-        """The same of a packed row, as a batch of one: each document as it would be alone."""
+    def packed_features(self, ids_T: Tensor, documents: Documents, see: SeeKeysFn | None = None) -> States:
+        """The same of a packed row, as a batch of one: each document as it would be alone. `see` is shown each layer's
+        keys and values."""
 
         def attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             layer = self.layers[index]
+            if see is not None:
+                see(index, k, v)
             window = self.window if layer.kind == "sliding_attention" else None
             return attend_documents(q, k, v, documents, window, layer.scale, layer.softcap)
 

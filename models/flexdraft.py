@@ -1,0 +1,250 @@
+"""FlexDraft (arXiv 2605.20022): the target's own last layers, with attention of their own for mask tokens, draft a block.
+
+A group of `block_size` masks stands behind a visible token a: mask j at position a + 1 + j. Mask 0 is at the slot of the
+token that the target says itself (the bonus token) and predicts nothing; masks 1, 2, ... predict the tokens at their own
+slots. Masks enter at the split layer as one learned vector, use draft copies of q, k, v, o (and of the norms of q and k)
+and the target's own feed-forward blocks and norms. They see the tokens up to a and their whole group, both ways; no
+token and no other group sees them. Structure: the method's public inference code; how it is trained is ours.
+
+B batch, T tokens of a packed row, R mask rows, S key slots, H hidden, N heads, K key-value heads, D head size.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from models.attention import Documents, attend
+from models.cache import KVCache
+from models.linear import Linear
+from models.target import AttendFn, Layer, Target
+from recipes.schema import UserError
+
+Keys = dict[int, tuple[Tensor, Tensor]]  # of a late layer, the target's keys and values [1, K, T, D]
+
+
+@dataclass(frozen=True)
+class FlexDraftConfig:
+    """Sizes are the target's; layers split_layer .. target_layers - 1 have draft copies."""
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    vocab_size: int
+    target_layers: int
+    split_layer: int
+    block_size: int
+    qkv_bias: bool
+    out_bias: bool
+    qk_norm: bool
+
+    @staticmethod
+    def from_target(target: Target, layers: int, block_size: int) -> "FlexDraftConfig":
+        """With draft copies in the last `layers` layers, or a third of them for 0."""
+        layers = layers or max(1, round(target.n_layers / 3))
+        if not 1 <= layers <= target.n_layers:
+            raise UserError(f"flex.layers={layers} is out of range: this target has {target.n_layers} layers")
+        first = target.layers[0]
+        return FlexDraftConfig(
+            hidden_size=target.hidden_size,
+            num_attention_heads=target.n_heads,
+            num_key_value_heads=target.n_kv,
+            head_dim=target.head_dim,
+            rms_norm_eps=target.eps,
+            vocab_size=target.vocab_size,
+            target_layers=target.n_layers,
+            split_layer=target.n_layers - layers,
+            block_size=block_size,
+            qkv_bias=first.qkv_bias is not None,
+            out_bias=first.out.bias is not None,
+            qk_norm="q_norm" in first.norms,
+        )
+
+
+@dataclass(frozen=True)
+class Groups:
+    """One group of `size` masks behind each anchor; the anchors of each document are positions in it."""
+
+    documents: Documents
+    anchors: Sequence[Sequence[int]]
+    size: int
+
+    @cached_property
+    def positions_R(self) -> Tensor:
+        """Of each mask in its own document, from 0."""
+        flat = torch.tensor([a for own in self.anchors for a in own], dtype=torch.int64)
+        return (flat.unsqueeze(1) + torch.arange(1, self.size + 1)).flatten().to(self.documents.device)
+
+
+class DraftAttention(nn.Module):
+    """What masks use instead of a layer's own projections; gains multiply as they stand, in every family."""
+
+    def __init__(self, c: FlexDraftConfig) -> None:
+        super().__init__()
+        wide, narrow = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q_proj = Linear(c.hidden_size, wide, bias=c.qkv_bias)
+        self.k_proj = Linear(c.hidden_size, narrow, bias=c.qkv_bias)
+        self.v_proj = Linear(c.hidden_size, narrow, bias=c.qkv_bias)
+        self.o_proj = Linear(wide, c.hidden_size, bias=c.out_bias)
+        self.q_norm = nn.Parameter(torch.ones(c.head_dim)) if c.qk_norm else None
+        self.k_norm = nn.Parameter(torch.ones(c.head_dim)) if c.qk_norm else None
+
+    @torch.no_grad()
+    def copy_from(self, layer: Layer) -> None:
+        parts = (self.q_proj, self.k_proj, self.v_proj)
+        sizes = [part.out_features for part in parts]
+        for part, weight in zip(parts, layer.qkv.split(sizes), strict=True):
+            part.weight.copy_(weight)
+        if layer.qkv_bias is not None:
+            for part, bias in zip(parts, layer.qkv_bias.split(sizes), strict=True):
+                part.bias.copy_(bias)
+        self.o_proj.weight.copy_(layer.out.weight)
+        if layer.out.bias is not None:
+            self.o_proj.bias.copy_(layer.out.bias)
+        if self.q_norm is not None and self.k_norm is not None:
+            self.q_norm.copy_(layer.norms["q_norm"])
+            self.k_norm.copy_(layer.norms["k_norm"])
+
+    def project(self, x_BRH: Tensor) -> Tensor:
+        return torch.cat((self.q_proj(x_BRH), self.k_proj(x_BRH), self.v_proj(x_BRH)), -1)
+
+    def gains(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        if self.q_norm is None or self.k_norm is None:
+            return {}
+        return {"q_norm": self.q_norm.to(dtype), "k_norm": self.k_norm.to(dtype)}
+
+
+class FlexDraft(nn.Module):
+    """All that is trained; the target is handed in, and stays as it is."""
+
+    def __init__(self, config: FlexDraftConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.mask = nn.Parameter(torch.zeros(config.hidden_size))
+        self.layers = nn.ModuleList(DraftAttention(config) for _ in range(config.target_layers - config.split_layer))
+
+    @torch.no_grad()
+    def init_from_target(self, target: Target, rows: Sequence[Tensor]) -> None:
+        """Projections are the target's; the mask vector is the mean of its stream at the split layer over `rows` of
+        token ids, without their first tokens, whose states are many times larger than any other's."""
+        for own, layer in zip(self.layers, target.layers[self.config.split_layer :], strict=True):
+            assert isinstance(own, DraftAttention)
+            own.copy_from(layer)
+        probe = copy.copy(target)
+        probe.taps = (self.config.split_layer,)
+        states = [probe.features(ids.unsqueeze(0).to(target.device)).taps_BTC[0, 1:] for ids in rows]
+        self.mask.copy_(torch.cat(states).float().mean(0))
+
+    def run(self, target: Target, positions_BR: Tensor, attention: AttendFn) -> Tensor:
+        """Final normed states of masks at these positions [B, R, H]; `attention` as `Target` asks it."""
+        positions_BR = positions_BR.clamp(max=target.max_positions - 1)
+        split = self.config.split_layer
+        tables = {la.kind: target.rope(la.kind) for la in target.layers[split:]}
+        ropes = {kind: (cos[positions_BR], sin[positions_BR]) for kind, (cos, sin) in tables.items()}
+        x = self.mask.to(target.dtype).expand(*positions_BR.shape, -1)
+        for index, (own, layer) in enumerate(zip(self.layers, target.layers[split:], strict=True), split):
+            assert isinstance(own, DraftAttention)
+            qkv = own.project(target.norm(x, layer.norms["input_layernorm"]))
+            heads = target.split_heads(qkv, own.gains(qkv.dtype), ropes[layer.kind])
+            x = target.finish(layer, x, own.o_proj(attention(index, *heads)))
+        return target.norm(x, target.final_norm)
+
+    def groups(self, target: Target, keys: Keys, groups: Groups) -> Tensor:
+        """Training: final normed states of all masks of a packed row [R, H], from the target's keys and values of that
+        row. Groups do not see each other, and no gradient reaches the target's part."""
+
+        def attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            layer = target.layers[index]
+            window = target.window if layer.kind == "sliding_attention" else None
+            out_RX = attend_groups(q[0], (k[0], v[0]), keys[index], groups, layer.scale, layer.softcap, window)
+            return out_RX.unsqueeze(0)
+
+        return self.run(target, groups.positions_R.unsqueeze(0), attention)[0]
+
+    @torch.no_grad()
+    def block(self, target: Target, cache: KVCache) -> Tensor:
+        """Decoding: final normed states [B, block_size, H] of a group behind each row's committed tokens. Nothing is
+        written: the masks' keys and values are gone afterwards."""
+        size, device = self.config.block_size, target.device
+        positions = cache.lengths.unsqueeze(1) + torch.arange(size, device=device)
+        slot = torch.arange(cache.span(0), device=device)
+        committed = (slot < cache.lengths.unsqueeze(1)).unsqueeze(1).expand(-1, size, -1)
+        own = torch.ones(cache.rows, size, size, dtype=torch.bool, device=device)
+
+        def attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            layer = target.layers[index]
+            seen = committed
+            if layer.kind == "sliding_attention" and target.window is not None:
+                seen = seen & (positions.unsqueeze(2) - slot < target.window)
+            k = torch.cat((cache.keys[index, :, :, : len(slot)], k), 2)
+            v = torch.cat((cache.values[index, :, :, : len(slot)], v), 2)
+            return attend(q, k, v, torch.cat((seen, own), 2), layer.scale, layer.softcap)
+
+        return self.run(target, positions, attention)
+
+
+def late_keys(target: Target, split: int, ids_T: Tensor, documents: Documents) -> tuple[Keys, Tensor]:
+    """The target's keys and values of a packed row in the layers from `split` on, and its final normed states [T, H]:
+    its own forward, to the bit."""
+    keys: Keys = {}
+
+    def see(index: int, k: Tensor, v: Tensor) -> None:
+        if index >= split:
+            keys[index] = (k.contiguous(), v.contiguous())
+
+    states = target.packed_features(ids_T, documents, see)
+    return keys, states.final_BTH[0]
+
+
+def attend_groups(
+    q_NRD: Tensor,
+    own: tuple[Tensor, Tensor],
+    prefix: tuple[Tensor, Tensor],
+    groups: Groups,
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Masks over the tokens of their document up to their anchor, and over their own group -> [R, N*D].
+
+    `own` are the masks' keys and values [K, R, D], `prefix` those of the tokens [1, K, T, D]. One softmax over the two
+    parts: nothing of the size of masks times masks is formed.
+    """
+    k_KRD, v_KRD = own
+    N, _, D = q_NRD.shape
+    K, size = k_KRD.shape[0], groups.size
+    parts, start = [], 0
+    for span, anchors in zip(groups.documents.spans, groups.anchors, strict=True):
+        if not len(anchors):
+            continue
+        rows, seen = slice(start, start + len(anchors) * size), max(anchors) + 1
+        start = rows.stop
+        near = slice(span.start, span.start + seen)
+        q = q_NRD[:, rows].reshape(K, N // K, len(anchors), size, D)
+        k, v = (t[:, rows].reshape(K, 1, len(anchors), size, D) for t in (k_KRD, v_KRD))
+        k_prefix, v_prefix = (t[0, :, near].to(q.dtype) for t in prefix)
+        far = _capped((q.reshape(K, -1, D) @ k_prefix.transpose(1, 2)) * scale, softcap)
+        far = far.view(K, N // K, len(anchors), size, seen).masked_fill(_hidden(groups, rows, seen, window), -torch.inf)
+        close = _capped(q @ k.transpose(3, 4) * scale, softcap)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        weights = torch.cat((far, close), -1).to(wide).softmax(-1).to(q.dtype)
+        out = (weights[..., :seen].reshape(K, -1, seen) @ v_prefix).view(q.shape) + weights[..., seen:] @ v
+        parts.append(out.reshape(N, -1, D))
+    return torch.cat(parts, 1).transpose(0, 1).flatten(1)
+
+
+def _capped(scores: Tensor, softcap: float | None) -> Tensor:
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def _hidden(groups: Groups, rows: slice, seen: int, window: int | None) -> Tensor:
+    """bool [groups, size, seen]: what a mask does not see of its document's tokens."""
+    positions = groups.positions_R[rows].view(-1, groups.size, 1)
+    token = torch.arange(seen, device=positions.device)
+    hidden = token >= positions[:, :1]  # mask 0 stands right behind the anchor
+    return hidden if window is None else hidden | (positions - token >= window)
