@@ -19,6 +19,7 @@ from torch import Tensor
 from data_prep.prompts import Prompt
 from eval.calibrated import FILE, MATRIX_FILE, words
 from eval.decode import Decoded, decode, decode_keeping
+from eval.drafters import Drafter
 from eval.drafting import GATE_DEPTHS, UNGATED, rerank
 from eval.engine import Engines
 from eval.matrix import MAX_DEPTH, SuccessorMatrix
@@ -31,7 +32,6 @@ from eval.settings import CALIBRATED, PUBLISHED_GATES, Settings
 from eval.tree import FIELDS, DraftTree
 from eval.verify import walk
 from models.capture import Steps
-from models.eagle3 import Eagle3
 from models.target import Target, padded
 from models.weights import weights_hash
 from recipes.cli import entry
@@ -82,7 +82,7 @@ def levels(depth: int) -> list[int]:
     return [level for level in GATE_DEPTHS if level <= depth]
 
 
-def watch(target: Target, drafter: Eagle3, settings: Settings, batch: "Batch", matrix: SuccessorMatrix) -> Log:
+def watch(target: Target, drafter: Drafter, settings: Settings, batch: "Batch", matrix: SuccessorMatrix) -> Log:
     """Decode one batch with open gates and judge every stage's tree on the text that followed."""
     prompts, row_ids = batch
     engines, settings = Engines(fixed=False), replace(settings, decoder="graft", gates=())
@@ -173,7 +173,7 @@ def batches_of(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> lis
 
 
 def calibrate(
-    recipe: Recipe, target: Target, drafter: Eagle3, prompts: Sequence[Prompt]
+    recipe: Recipe, target: Target, drafter: Drafter, prompts: Sequence[Prompt]
 ) -> tuple[dict[str, Any], SuccessorMatrix]:
     """What calibrated.json holds, less what names the drafter; and the matrix as the prompts left it."""
     drafter, e, run = in_dtype(drafter, target.dtype), recipe.eval, decode_keeping()

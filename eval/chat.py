@@ -19,13 +19,13 @@ from tokenizers.decoders import DecodeStream
 from data_prep.template import Message, prompt_ids
 from eval import tunings
 from eval.decode import Decoded, RowResult, decode_keeping
+from eval.drafters import Drafter
 from eval.matrix import SuccessorMatrix
 from eval.memory import SMALLER, attempt
 from eval.outcome import check_room, in_dtype, longest_prompt, new_matrix
 from eval.plan import at_batch, check_settings, describe, plan, settings_of
 from eval.run import calibrated_gates, check_models, drafter_folder, load, load_eval_target, with_calibrated_gates
 from eval.settings import Settings
-from models.eagle3 import Eagle3
 from models.target import Target
 from recipes.cli import entry
 from recipes.schema import DRAFTED, Recipe, UserError
@@ -39,7 +39,7 @@ Show = Callable[[str, str], None]  # (a piece of text, who proposed it)
 class Chat:
     """A conversation: what was said, and a successor matrix that it alone has taught."""
 
-    def __init__(self, recipe: Recipe, target: Target, drafter: Eagle3 | None, settings: Settings) -> None:
+    def __init__(self, recipe: Recipe, target: Target, drafter: Drafter | None, settings: Settings) -> None:
         self.recipe, self.target, self.settings = recipe, target, settings
         self.drafter = None if drafter is None else in_dtype(drafter, target.dtype)
         self.limit = longest_prompt(target, recipe.eval)

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from eval.drafters import Drafter
 from eval.engine import Clock, Engines, Facts
 from eval.matrix import SuccessorMatrix
 from eval.memory import ran_out
 from eval.settings import Settings
 from eval.tree import RETRIEVAL
-from models.eagle3 import Eagle3
 from models.target import Target
 
 STAGES = ("d0", "d1", "d5", "none")
@@ -89,7 +89,7 @@ def _book(row: RowResult, kept: int, emitted: int, drafted: int, cut: bool) -> N
 
 def decode(
     target: Target,
-    drafter: Eagle3 | None,
+    drafter: Drafter | None,
     prompts: list[list[int]],
     settings: Settings,
     matrix: SuccessorMatrix | None = None,

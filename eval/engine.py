@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from eval.blocks import BlockDrafting
+from eval.drafters import Drafter, drafting_of
 from eval.drafting import EagleDrafting
 from eval.matrix import WIDTH, SuccessorMatrix
 from eval.paths import Drawn
@@ -23,7 +24,6 @@ from eval.tree import DraftTree
 from eval.verify import Drafts, follow, walk
 from models.cache import KVCache
 from models.capture import Steps
-from models.eagle3 import Eagle3
 from models.sampling import law, sample, top, uniforms
 from models.target import States, Target, padded, refuse_nan
 
@@ -308,11 +308,11 @@ class Engines:
         """`fixed`: whether shapes are; they are on a GPU. Caches have room for prompts of `longest` tokens from the
         start, so that no longer one makes them grow, and every step be captured anew, while the clock runs."""
         self._fixed, self._longest = fixed, longest
-        self._engines: dict[tuple[Target, Eagle3 | None, int, Settings], Engine] = {}
+        self._engines: dict[tuple[Target, Drafter | None, int, Settings], Engine] = {}
         self._caches: dict[tuple[Target, int], KVCache] = {}
-        self._drafting: dict[tuple[Target, Eagle3, int, int], EagleDrafting] = {}
+        self._drafting: dict[tuple[Target, Drafter, int, int], EagleDrafting | BlockDrafting] = {}
 
-    def get(self, target: Target, drafter: Eagle3 | None, settings: Settings, rows: int, longest: int) -> Engine:
+    def get(self, target: Target, drafter: Drafter | None, settings: Settings, rows: int, longest: int) -> Engine:
         """An engine for `rows` prompts of at most `longest` tokens."""
         need = max(longest, self._longest) + settings.max_new_tokens + settings.room + 1
         cache = self._caches.get((target, rows))
@@ -330,7 +330,7 @@ class Engines:
             if drafter is not None:
                 more = settings.draft_room - settings.room  # than the target's cache has
                 new = (target, drafter, rows, more)
-                drafting = self._drafting.get(new) or EagleDrafting(drafter, target, rows, cache.capacity + more)
+                drafting = self._drafting.get(new) or drafting_of(drafter, target, cache, more)
                 self._drafting[new] = drafting
             self._engines[key] = Engine(target, settings, cache, drafting, self._fixed)
         return self._engines[key]

@@ -16,6 +16,7 @@ from data_prep.loops import is_loop
 from data_prep.prompts import Prompt
 from eval import lossless, picture, report, results, tune
 from eval.decode import Decoded, decode_keeping
+from eval.drafters import Drafter, fitted
 from eval.matrix import SuccessorMatrix
 from eval.matrix_file import is_file, read_matrix, starting_matrix
 from eval.memory import SMALLER, attempt, by_halving
@@ -33,7 +34,6 @@ from eval.outcome import (
 )
 from eval.plan import Entry, check_settings, describe, plan, settings_of, warm_prompts
 from eval.settings import Settings
-from models.eagle3 import Eagle3
 from models.source import Source
 from models.target import Target
 from recipes.schema import Recipe, UserError
@@ -49,7 +49,7 @@ class Bench:
 
     recipe: Recipe
     target: Target
-    drafter: Eagle3 | None
+    drafter: Drafter | None
     entries: list[Entry]
     decode: Decode
     matrices: dict[str, SuccessorMatrix] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class Bench:
 def evaluate(
     recipe: Recipe,
     target: Target,
-    drafter: Eagle3 | None,
+    drafter: Drafter | None,
     prompts: Sequence[Prompt],
     out: Path | None = None,
     *,
@@ -110,6 +110,7 @@ def evaluate(
     there. `load_fp32` gives the target in float32, for the lossless check of a run in another dtype. `sizes` (of
     eval.sweep) and the picture of one round's tree, where decoding is our own, go into the report.
     """
+    recipe = fitted(recipe, drafter)
     check_settings(recipe)
     draws = decode is None
     decode = decode or decode_keeping(longest_conversation(recipe, target, prompts))
@@ -154,10 +155,10 @@ def longest_conversation(recipe: Recipe, target: Target, prompts: Sequence[Promp
 
 
 def validation_tau(
-    recipe: Recipe, target: Target, drafter: Eagle3, prompts: Sequence[Prompt], *, decode: Decode | None = None
+    recipe: Recipe, target: Target, drafter: Drafter, prompts: Sequence[Prompt], *, decode: Decode | None = None
 ) -> float:
     """Greedy chain tau on the first turns of validation prompts, looping answers left out, in batches."""
-    decode = decode or decode_keeping()
+    decode, recipe = decode or decode_keeping(), fitted(recipe, drafter)
     greedy = replace(recipe.eval, temperature=0.0, top_p=1.0, top_k=0, verifier="match", paths=1, draft_temperature=0.0)
     settings = settings_of("chain", greedy)
     encoded = [encode(target, recipe, prompt) for prompt in prompts]

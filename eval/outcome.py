@@ -13,8 +13,8 @@ from data_prep.loops import is_loop
 from data_prep.prompts import SHIPPED, Prompt, read_file
 from data_prep.template import prompt_ids
 from eval.decode import Decoded, RowResult
+from eval.drafters import Drafter
 from eval.matrix import SuccessorMatrix
-from models.eagle3 import Eagle3
 from models.source import Source
 from models.target import Target
 from recipes.schema import EvalConfig, Recipe, UserError
@@ -145,7 +145,7 @@ def new_matrix(target: Target) -> SuccessorMatrix:
     return SuccessorMatrix(target.vocab_size, target.device)
 
 
-def in_dtype(drafter: Eagle3, dtype: torch.dtype) -> Eagle3:
+def in_dtype(drafter: Drafter, dtype: torch.dtype) -> Drafter:
     """The drafter in the target's dtype, as an engine would run it; a copy where it is trained in another."""
     return drafter if next(drafter.parameters()).dtype == dtype else copy.deepcopy(drafter).to(dtype)
 

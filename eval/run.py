@@ -14,9 +14,10 @@ from omegaconf import OmegaConf
 
 from data_prep.prompts import Prompt, load_prompts
 from eval import calibrated, harness, sweep, tune
+from eval.drafters import Drafter
 from eval.outcome import check_prompts, disjoint, warmup_prompts
 from eval.plan import Entry, batch_sizes, check_settings, describe, plan
-from models.eagle3 import Eagle3
+from models.flex_layout import check_flexdraft, is_flexdraft, load_flexdraft
 from models.layouts import check_drafter, find_drafter, load_drafter, on_the_hub
 from models.source import Source, load_tokenizer, look_up, resolve
 from models.target import Target, check_taps, choose_device, choose_dtype, load_target
@@ -112,13 +113,16 @@ def check_models(recipe: Recipe, drafter: bool = True) -> Source | None:
     if source is not None:
         check_taps(recipe.target.taps, source.n_layers)
     if drafter:
-        check_drafter(folder, source)
+        (check_flexdraft if is_flexdraft(folder) else check_drafter)(folder, source)
     return source
 
 
-def load(recipe: Recipe) -> tuple[Target, Eagle3, Path]:
+def load(recipe: Recipe) -> tuple[Target, Drafter, Path]:
     """The target in the evaluation's dtype, giving the states that the drafter reads, and the drafter."""
     folder, source = existing_drafter(recipe), resolve(recipe.target)
+    if is_flexdraft(folder):
+        target = load_eval_target(recipe)
+        return target, load_flexdraft(folder, target), folder
     taps = check_drafter(folder, source, quiet=True).config(source.n_layers).taps
     target = load_eval_target(recipe, taps)
     return target, load_drafter(folder, target), folder

@@ -12,9 +12,9 @@ from typing import Any
 from data_prep.prompts import Prompt
 from eval import harness, results, tune, tunings
 from eval.decode import Decoded, decode_keeping
+from eval.drafters import Drafter
 from eval.outcome import disjoint, encode, in_dtype, warmup_prompts
 from eval.plan import at_batch, batch_sizes, plan
-from models.eagle3 import Eagle3
 from models.target import Target
 from recipes.schema import Recipe
 
@@ -24,7 +24,7 @@ Size = dict[str, Any]  # batch_size as asked, `fits` (measured at), prompts, cho
 def sweep(
     recipe: Recipe,
     target: Target,
-    drafter: Eagle3 | None,
+    drafter: Drafter | None,
     prompts: Sequence[Prompt],
     folder: Path | None = None,
     known: tunings.Tuning | None = None,

@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from data_prep.prompts import Prompt
 from eval import tunings
 from eval.decode import Decoded, decode_keeping
+from eval.drafters import Drafter
 from eval.matrix import SuccessorMatrix
 from eval.memory import by_halving
 from eval.outcome import check_prompts, encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
@@ -39,7 +40,6 @@ from eval.trials import (
     shrink,
     trials_of,
 )
-from models.eagle3 import Eagle3
 from models.source import load_tokenizer
 from models.target import Target
 from recipes.cli import entry
@@ -67,7 +67,7 @@ TREES_GPU = tuple(
 def tune(
     recipe: Recipe,
     target: Target,
-    drafter: Eagle3,
+    drafter: Drafter,
     prompts: Sequence[Prompt],
     *,
     decode: Callable[..., Decoded] | None = None,
@@ -109,7 +109,7 @@ def tune(
 def tuning(
     recipe: Recipe,
     target: Target,
-    drafter: Eagle3,
+    drafter: Drafter,
     prompts: Sequence[Prompt],
     folder: Path | None,
     decode: Callable[..., Decoded] | None = None,
@@ -143,7 +143,7 @@ def race(
 def measured_grid(
     recipe: Recipe,
     target: Target,
-    drafter: Eagle3,
+    drafter: Drafter,
     prompts: Sequence[Prompt],
     *,
     tokens: int = 32,
@@ -196,7 +196,7 @@ def candidates(recipe: Recipe, device: str) -> list[Settings]:
 
 
 def warm_matrix(
-    target: Target, drafter: Eagle3, recipe: Recipe, warm: list[list[int]], decode: Callable[..., Decoded]
+    target: Target, drafter: Drafter, recipe: Recipe, warm: list[list[int]], decode: Callable[..., Decoded]
 ) -> SuccessorMatrix:
     """The matrix that every graft candidate starts from: a few prompts decoded with a small tree."""
     matrix = new_matrix(target)
@@ -213,7 +213,7 @@ def warm_matrix(
     return matrix
 
 
-def _runner(target: Target, drafter: Eagle3, decode: Callable[..., Decoded]) -> Callable[..., Decoded]:
+def _runner(target: Target, drafter: Drafter, decode: Callable[..., Decoded]) -> Callable[..., Decoded]:
     def run(trial: Trial, batch: list[list[int]], row_ids: list[int]) -> Decoded:
         helper = drafter if trial.settings.drafts else None
         return decode(target, helper, batch, trial.settings, matrix=trial.matrix, row_ids=row_ids)

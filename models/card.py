@@ -14,7 +14,8 @@ from recipes.files import read_json, write_json, write_text
 from recipes.schema import Recipe, TargetConfig
 
 FOLDER = "path/to/this/folder"
-WRITTEN = ("target", "data", "eagle", "train")  # parts of the recipe that a card shows
+FLEX = "flexdraft_config"  # in the config of one
+WRITTEN = ("target", "data", "eagle", "flex", "train")  # parts of the recipe that a card shows
 PRIVATE = {"server", "cache", "keep_features_mb", "tracker", "log_every", "save_every", "keep"}  # of this machine
 UNKNOWN = "not known here"
 
@@ -30,9 +31,10 @@ def write_card(folder: Path, more: dict[str, Any] | None = None) -> None:
 def card(papers: dict[str, Any], config: dict[str, Any]) -> str:
     """`papers` as train/eagle.py writes them into provenance.json, `config` the drafter's config.json."""
     name = public_name(papers["target"]["path"])
+    kind = "FlexDraft" if FLEX in config else "EAGLE-3"
     sections = [
-        front_matter(papers),
-        f"# EAGLE-3 drafter for {name}",
+        front_matter(papers, kind),
+        f"# {kind} drafter for {name}",
         f"A drafter for speculative decoding of {name}, trained with Espalier. It proposes tokens that the target "
         "verifies; the output stays the target's own. It fits this target alone: weights altered by fine-tuning, "
         "merging or another conversion make it accept less.",
@@ -44,10 +46,10 @@ def card(papers: dict[str, Any], config: dict[str, Any]) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
-def front_matter(papers: dict[str, Any]) -> str:
+def front_matter(papers: dict[str, Any], kind: str) -> str:
     """What model hubs read."""
     path, licence = papers["target"]["path"], papers["target"].get("licence") or ""
-    lines = ["---", "tags:", "- speculative-decoding", "- eagle3", "- espalier"]
+    lines = ["---", "tags:", "- speculative-decoding", f"- {kind.lower().replace('-', '')}", "- espalier"]
     if is_hub_id(path):
         lines += [f"base_model: {path}"]
     if licence and " " not in licence:
@@ -122,6 +124,10 @@ def measured(result: dict[str, Any], prompt_set: str) -> dict[str, Any]:
 
 def serving(papers: dict[str, Any], config: dict[str, Any]) -> str:
     """Commands for the engines that can serve this form."""
+    if FLEX in config:
+        return (
+            f"No engine reads FlexDraft. Espalier decodes with it: `python -m eval.run recipe=FILE drafter={FOLDER}`."
+        )
     path = papers["target"]["path"]
     target = path if is_hub_id(path) else "path/to/the/target"
     found = best_chain(papers.get("measured") or [])
@@ -166,7 +172,9 @@ def origin(papers: dict[str, Any], config: dict[str, Any]) -> str:
         "target's fingerprint": f"`{papers.get('fingerprint')}`",
         "chat template": f"`{papers['target'].get('template')}`, arguments `{papers.get('template_args')}`",
         "training data": f"`{data.get('hash')}`",
-        "draft vocabulary": kept + (f", which cover {covered:.1%} of validation answers" if covered else ""),
+        "draft vocabulary": kept + (f", which cover {covered:.1%} of validation answers" if covered else "")
+        if FLEX not in config
+        else "the target's",
         "checkpoint": f"step {papers.get('step')}, seed {papers.get('seed')}",
         "versions": ", ".join(f"{name} {version}" for name, version in (papers.get("versions") or {}).items()),
     }

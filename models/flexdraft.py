@@ -1,10 +1,10 @@
-"""FlexDraft (arXiv 2605.20022): the target's own last layers, with attention of their own for mask tokens, draft a block.
+"""FlexDraft (arXiv 2605.20022): the target's last layers draft a block, with attention of their own for mask tokens.
 
-A group of `block_size` masks stands behind a visible token a: mask j at position a + 1 + j. Mask 0 is at the slot of the
-token that the target says itself (the bonus token) and predicts nothing; masks 1, 2, ... predict the tokens at their own
-slots. Masks enter at the split layer as one learned vector, use draft copies of q, k, v, o (and of the norms of q and k)
-and the target's own feed-forward blocks and norms. They see the tokens up to a and their whole group, both ways; no
-token and no other group sees them. Structure: the method's public inference code; how it is trained is ours.
+A group of `block_size` masks stands behind a visible token a: mask j at position a + 1 + j. Mask 0 is at the slot of
+the token that the target says itself (the bonus token) and predicts nothing; masks 1, 2, ... predict the tokens at
+their own slots. Masks enter at the split layer as one learned vector, use draft copies of q, k, v, o (and of the norms
+of q and k) and the target's own feed-forward blocks and norms. They see the tokens up to a and their whole group, both
+ways; no token and no other group sees them. Structure: the method's public inference code; how it is trained is ours.
 
 B batch, T tokens of a packed row, R mask rows, S key slots, H hidden, N heads, K key-value heads, D head size.
 """
@@ -46,9 +46,8 @@ class FlexDraftConfig:
     @staticmethod
     def from_target(target: Target, layers: int, block_size: int) -> "FlexDraftConfig":
         """With draft copies in the last `layers` layers, or a third of them for 0."""
-        layers = layers or max(1, round(target.n_layers / 3))
-        if not 1 <= layers <= target.n_layers:
-            raise UserError(f"flex.layers={layers} is out of range: this target has {target.n_layers} layers")
+        check_layers(layers, target.n_layers)
+        layers = layers or default_layers(target.n_layers)
         first = target.layers[0]
         return FlexDraftConfig(
             hidden_size=target.hidden_size,
@@ -64,6 +63,16 @@ class FlexDraftConfig:
             out_bias=first.out.bias is not None,
             qk_norm="q_norm" in first.norms,
         )
+
+
+def default_layers(target_layers: int) -> int:
+    """Tuned layers where a recipe names no number."""
+    return max(1, round(target_layers / 3))
+
+
+def check_layers(layers: int, target_layers: int) -> None:
+    if not 0 <= layers <= target_layers:
+        raise UserError(f"flex.layers={layers} is out of range: this target has {target_layers} layers")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.dtype": DTYPES,
     "eval.dtype": DTYPES,
     "eagle.init_vocab": ("keep", "replace"),
+    "flex.loss": ("soft", "hard"),
     "train.precision": ("auto", "fp32", "bf16", "fast"),
     "train.tracker": ("wandb", "none"),
     "decoder": ("", *DECODERS),
@@ -25,6 +26,7 @@ AT_LEAST_ONE = {
     "data": ("max_length", "answer_tokens", "slots", "validation_rows"),
     "data.server": ("concurrency",),
     "eagle": ("unroll_steps",),
+    "flex": ("anchors",),
     "train": ("epochs", "batch_tokens", "micro_batch_tokens", "save_every", "keep", "log_every"),
     "eval": ("max_new_tokens", "batch_size", "chain_length", "depth", "branch", "nodes", "max_prompt", "paths"),
 }
@@ -32,6 +34,7 @@ AT_MOST = {"depth": 16, "chain_length": 16, "branch": 64, "nodes": 1024, "temper
 AT_LEAST_ZERO = {
     "data.server": ("requests_per_minute",),
     "eagle": ("draft_vocab",),
+    "flex": ("layers",),
     "train": ("max_steps", "weight_decay", "keep_features_mb"),
     "eval": ("limit", "temperature", "top_k"),
 }
@@ -64,6 +67,8 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
         ("train.betas", "two numbers from 0 up to 1", len(t.betas) == 2 and all(0 <= b < 1 for b in t.betas)),
         ("eagle.step_decay", "above 0 and at most 1", 0 < r.eagle.step_decay <= 1),
         ("eagle.norm_before_fc", "false beside eagle.fc_norm", not (r.eagle.norm_before_fc and r.eagle.fc_norm)),
+        ("flex.block_size", "from 2 (a mask drafts nothing alone) to 64", 2 <= r.flex.block_size <= 64),
+        ("flex.gamma", "above 0", r.flex.gamma > 0),
         ("eval.top_p", "above 0 and at most 1", 0 < e.top_p <= 1),
         ("eval.draft_top_p", "above 0 and at most 1", 0 < e.draft_top_p <= 1),
         ("eval.draft_temperature", "0 to 10, or empty", 0 <= (e.draft_temperature or 0) <= 10),

@@ -88,6 +88,17 @@ class EagleConfig:
 
 
 @dataclass(frozen=True)
+class FlexConfig:
+    """Of FlexDraft: the target's last layers draft a block with attention of their own."""
+
+    layers: int = 0  # tuned ones, the last of the target; 0 = a third of them
+    block_size: int = 16  # masks of a group, one more than it drafts
+    anchors: int = 32  # groups a row, drawn anew each epoch
+    gamma: float = 7.0  # weight of mask j is exp(-(j - 1) / gamma) over their sum
+    loss: str = "soft"  # cross-entropy against the target's distribution | hard = against the row's own tokens
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     epochs: int = 1
     max_steps: int = 0  # optimiser steps; 0 = as the epochs say
@@ -146,6 +157,7 @@ class Recipe:
     target: TargetConfig = field(default_factory=TargetConfig)
     data: DataConfig = field(default_factory=DataConfig)
     eagle: EagleConfig = field(default_factory=EagleConfig)
+    flex: FlexConfig = field(default_factory=FlexConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     # of `eval.run` and `data_prep.inspect` alone

@@ -31,6 +31,8 @@ class Batch(NamedTuple):
     ids_T: Tensor
     answer_T: Tensor  # 0 outside answers and at the first token of a document
     lengths: list[int]  # of the documents
+    rows: Pack  # their indices; none where the tokens are of no row
+    epoch: int = 0  # what is drawn for a row is drawn anew in each
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def _spread(rows: list[int], lengths: np.ndarray, count: int) -> list[Pack]:
     return packs
 
 
-def load_batch(rows: Rows, indices: Pack) -> Batch:
+def load_batch(rows: Rows, indices: Pack, epoch: int = 0) -> Batch:
     """Join rows end to end, on the host. No indices give unsupervised tokens: every rank takes part.
 
     No slot predicts or is fed the first token of a document in its own document, so its mark goes; that parts the
@@ -127,7 +129,7 @@ def load_batch(rows: Rows, indices: Pack) -> Batch:
     lengths = [len(ids) for ids, _ in loaded]
     answer_T = torch.cat([answer for _, answer in loaded])
     answer_T[list(accumulate(lengths[:-1], initial=0))] = 0
-    return Batch(torch.cat([ids for ids, _ in loaded]), answer_T, lengths)
+    return Batch(torch.cat([ids for ids, _ in loaded]), answer_T, lengths, indices, epoch)
 
 
 @dataclass

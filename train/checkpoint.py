@@ -33,7 +33,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 FREE = {"data.cache", "data.slots"}
 FREE |= {f"train.{key}" for key in ("save_every", "keep", "log_every", "tracker", "keep_features_mb")}
 LATER = {"target.fingerprint", "target.template", "data.hash", "vocabulary.hash"}  # not in the recipe
-PARTS = ("target", "data", "train", "eagle")
+PARTS = ("target", "data", "train")
 
 Moments = dict[str, dict[str, Tensor]]  # exp_avg | exp_avg_sq -> parameter name -> fp32 tensor on the CPU
 
@@ -151,10 +151,11 @@ class Store:
         return state
 
 
-def run_identity(recipe: Recipe, **hashes: str) -> dict[str, str]:
-    """What must not change under a resumed run: the recipe's parts, key by key, the seed, and given hashes."""
+def run_identity(recipe: Recipe, family: str, **hashes: str) -> dict[str, str]:
+    """What must not change under a resumed run: the recipe's parts and the family's, key by key, the seed, and given
+    hashes."""
     flat = {"seed": repr(recipe.seed)}
-    for part in PARTS:
+    for part in (*PARTS, family):
         flat |= _flatten(part, asdict(getattr(recipe, part)))
     return {k: v for k, v in flat.items() if k not in FREE} | hashes
 

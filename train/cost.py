@@ -6,8 +6,12 @@ from typing import Any
 import torch
 
 from data_prep.probe import target_config, training_dtype
+from models.flexdraft import default_layers
 from models.target import choose_device
 from recipes.schema import EagleConfig, Recipe
+from train.features import CHUNK
+
+UNKNOWN = "  drafter and memory: not known before the target is fetched"
 
 
 def use_bf16(recipe: Recipe, device: torch.device) -> bool:
@@ -23,9 +27,7 @@ def kept_features(recipe: Recipe) -> int:
 
 def parameters(config: dict[str, Any], eagle: EagleConfig, taps: int) -> int:
     """Trained parameters of an Eagle3 for a target with this config."""
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
-    kv = int(config.get("num_key_value_heads") or heads)
-    head = int(config.get("head_dim") or hidden // heads)
+    hidden, heads, kv, head = _heads(config)
     attention = 2 * hidden * (heads + 2 * kv) * head + heads * head * hidden
     vocab = eagle.draft_vocab or int(config["vocab_size"])
     gains = (4 + taps * (eagle.fc_norm or eagle.norm_before_fc)) * hidden + 2 * head * eagle.qk_norm
@@ -34,29 +36,62 @@ def parameters(config: dict[str, Any], eagle: EagleConfig, taps: int) -> int:
 
 def training_cost(recipe: Recipe, prompts: int) -> str:
     """Upper bounds in words; `prompts` as data_prep.sources counts them."""
-    t, data, taps = recipe.train, recipe.data, len(recipe.target.taps) or 3
-    tokens = prompts * data.max_length
-    steps = t.max_steps or t.epochs * ceil(tokens / t.batch_tokens)
-    lines = [
-        "training will cost (upper bounds):",
-        f"  {prompts:,} rows of at most {data.max_length:,} tokens, {steps:,} steps of about {t.batch_tokens:,} tokens",
-    ]
+    t, taps = recipe.train, len(recipe.target.taps) or 3
     found = target_config(recipe.target)
     if found is None:
-        return "\n".join([*lines, "  drafter and memory: not known before the target is fetched"])
+        return "\n".join([*_steps(recipe, prompts), UNKNOWN])
     config = found.to_dict()
     size = parameters(config, recipe.eagle, taps)
-    wide = 2 if use_bf16(recipe, choose_device(recipe.device)) else 4
+    wide = _width(recipe)
     # one gradient of the logits for each unroll step, the teacher's, and a working copy
     logits = (recipe.eagle.unroll_steps + 2) * t.micro_batch_tokens * wide
     logits *= recipe.eagle.draft_vocab or int(config["vocab_size"])
     features = t.batch_tokens * (taps + 1) * int(config["hidden_size"]) * wide
-    memory = (16 * size + logits + features + kept_features(recipe)) / 1e9
-    return "\n".join(
-        [
-            *lines,
-            f"  drafter: {size:,} trained parameters ({16 * size / 1e9:,.2f} GB with gradients and AdamW's state)",
-            f"  memory: about {memory:,.2f} GB on one process, beside the target and the layer's activations",
-            f"  disk: {12 * size / 1e9:,.2f} GB a checkpoint, {t.keep} kept besides the best",
-        ]
-    )
+    memory = 16 * size + logits + features + kept_features(recipe)
+    return "\n".join([*_steps(recipe, prompts), *_sizes(recipe, size, memory)])
+
+
+def flexdraft_cost(recipe: Recipe, prompts: int) -> str:
+    """The same of a FlexDraft."""
+    t, flex, found = recipe.train, recipe.flex, target_config(recipe.target)
+    if found is None:
+        return "\n".join([*_steps(recipe, prompts), UNKNOWN])
+    config = found.to_dict()
+    hidden, heads, kv, head = _heads(config)
+    layers = flex.layers or default_layers(int(config["num_hidden_layers"]))
+    size = hidden + layers * 2 * hidden * (heads + kv) * head
+    rows = ceil(t.micro_batch_tokens / recipe.data.max_length) * flex.anchors * flex.block_size
+    # of each mask in each tuned layer, about what its backward needs: five states, three of the feed-forward block
+    masks = layers * rows * (5 * hidden + 3 * int(config["intermediate_size"])) * _width(recipe)
+    keys = t.batch_tokens * layers * 2 * kv * head * _width(recipe)
+    logits = 3 * 4 * max(CHUNK, int(config["vocab_size"]))
+    return "\n".join([*_steps(recipe, prompts), *_sizes(recipe, size, 16 * size + masks + keys + logits)])
+
+
+def _heads(config: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Hidden size, query heads, key-value heads, head size."""
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    kv = int(config.get("num_key_value_heads") or heads)
+    return hidden, heads, kv, int(config.get("head_dim") or hidden // heads)
+
+
+def _width(recipe: Recipe) -> int:
+    """Bytes of a number in the training step."""
+    return 2 if use_bf16(recipe, choose_device(recipe.device)) else 4
+
+
+def _steps(recipe: Recipe, prompts: int) -> list[str]:
+    t, length = recipe.train, recipe.data.max_length
+    steps = t.max_steps or t.epochs * ceil(prompts * length / t.batch_tokens)
+    return [
+        "training will cost (upper bounds):",
+        f"  {prompts:,} rows of at most {length:,} tokens, {steps:,} steps of about {t.batch_tokens:,} tokens",
+    ]
+
+
+def _sizes(recipe: Recipe, size: int, memory: int) -> list[str]:
+    return [
+        f"  drafter: {size:,} trained parameters ({16 * size / 1e9:,.2f} GB with gradients and AdamW's state)",
+        f"  memory: about {memory / 1e9:,.2f} GB on one process, beside the target and the layer's activations",
+        f"  disk: {12 * size / 1e9:,.2f} GB a checkpoint, {recipe.train.keep} kept besides the best",
+    ]

@@ -6,317 +6,56 @@
 The same command again goes on where the run folder stands.
 """
 
-import importlib.metadata
-import json
-import os
-import platform
 import sys
-import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from any folder
 
-import torch
-from accelerate.utils import broadcast_object_list
-from omegaconf import OmegaConf
-from rich.console import Console
-from rich.table import Table
-
-from data_prep.probe import expected
-from data_prep.prompts import Prompt, load_prompts
-from data_prep.run import Prepared, check, load_prepared, prepare
-from data_prep.sources import SourceCost
-from eval import harness
-from models.card import measured, public, sources, target_licence, write_card
+from data_prep.run import Prepared
+from eval.drafters import Drafter
 from models.eagle3 import Eagle3
 from models.layouts import default_layout, save_drafter
-from models.source import Source, load_tokenizer
-from models.target import Target, choose_device, choose_dtype, load_target
+from models.source import Source
+from models.target import Target
 from recipes.cli import entry
-from recipes.files import (
-    check_writable,
-    locked,
-    output_folder,
-    read_json,
-    run_folder,
-    whole_folder,
-    write_json,
-    write_text,
-)
-from recipes.loading import save
-from recipes.schema import Recipe, UserError
-from train import warm_start
-from train.checkpoint import State, Store, refuse_other_run, run_identity
-from train.cost import kept_features, training_cost, use_bf16
-from train.loop import Loop, make_accelerator
-from train.objective import UnrollLoss
+from recipes.schema import Recipe
+from train import run, warm_start
+from train.cost import kept_features, training_cost
+from train.objective import Objective, UnrollLoss
 
-VERSIONS = ("torch", "transformers", "accelerate", "deepspeed", "safetensors")
+
+class EagleFamily(run.Family):
+    title, part = "EAGLE-3", "eagle"
+
+    def check(self, recipe: Recipe, source: Source | None) -> None:
+        warm_start.check_start(recipe, source)
+
+    def cost(self, recipe: Recipe, prompts: int) -> str:
+        return training_cost(recipe, prompts)
+
+    def objective(
+        self, recipe: Recipe, target: Target, teacher: Target, prepared: Prepared, bf16: bool
+    ) -> tuple[Objective, Drafter, Prepared]:
+        drafter, prepared = warm_start.make_drafter(recipe, target, prepared)
+        if recipe.eagle.init_from and run.rank() == 0:
+            print(warm_start.describe(recipe, target.fingerprint, prepared), flush=True)
+        steps, decay = recipe.eagle.unroll_steps, recipe.eagle.step_decay
+        loss = UnrollLoss(drafter, teacher, prepared.vocab, steps, decay, bf16, kept_features(recipe))
+        return loss, drafter, prepared
+
+    def save(self, drafter: Drafter, folder: Path, papers: dict[str, Any]) -> None:
+        """In the portable layout where it can express the drafter."""
+        assert isinstance(drafter, Eagle3)
+        only_vllm = default_layout(drafter.config)[1]
+        if only_vllm:
+            print(only_vllm, flush=True)
+        save_drafter(drafter, folder, papers)
 
 
 def main(recipe: Recipe) -> None:
-    harness.check_settings(recipe)
-    folder = check_writable(run_folder(recipe))
-    prompts = load_prompts(recipe.eval.prompts, recipe.eval.limit)
-    costs, source = check(recipe)
-    harness.check_matrix(recipe, source, prompts)
-    refuse_other_run(folder, run_identity(recipe, **hashes(source)))
-    warm_start.check_start(recipe, source)
-    if source is not None:
-        harness.check_prompts(source, load_tokenizer(source, recipe.target.trust_remote_code), recipe, prompts)
-    if source is None or recipe.dry_run:  # None in a dry run alone
-        print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
-        print(SourceCost.table(costs))
-        print("\n".join(expected(recipe, SourceCost.load(costs))))
-        print(training_cost(recipe, sum(max(0, c.prompts) for c in costs)))
-        print(
-            f"evaluation: {len(prompts)} prompts by {', '.join(recipe.eval.decoders)}\nrun folder: {folder.resolve()}"
-        )
-        return
-    with output_folder(folder), alone(folder):
-        if not finished(folder):
-            train(recipe, folder, source, prompts)
-
-
-def train(recipe: Recipe, folder: Path, source: Source, prompts: list[Prompt]) -> None:
-    torch.manual_seed(recipe.seed)
-    device = local_device(recipe)
-    dtype = choose_dtype(recipe.target.dtype, device)
-    target = load_target(recipe.target, device, dtype)
-    # before the accelerator exists, so that the other ranks wait where they are told how long
-    prepared = prepare(recipe, loader(recipe, target), source) if rank() == 0 else None
-    accelerator = make_accelerator(device, recipe.train.clip)
-    told = broadcast_object_list([str(prepared.folder) if prepared else ""])
-    prepared = prepared or shared(Path(told[0]))
-    drafter, prepared = warm_start.make_drafter(recipe, target, prepared)
-    identity = identify(recipe, source, prepared)
-    if accelerator.is_main_process:
-        if recipe.eagle.init_from:
-            print(warm_start.describe(recipe, source, prepared), flush=True)
-        Store(folder, prepared.vocab).resume(identity)  # refuses another run before anything of this one is written
-        begin(recipe, folder, source, prepared)
-    steps, decay = recipe.eagle.unroll_steps, recipe.eagle.step_decay
-    bf16 = use_bf16(recipe, device)
-    teacher = loader(recipe, target)(torch.bfloat16) if bf16 and device.type == "cpu" else target
-    objective = UnrollLoss(drafter, teacher, prepared.vocab, steps, decay, bf16, kept_features(recipe))
-    loop = Loop(recipe, objective, prepared.train, accelerator, folder)
-
-    def score(step: int) -> float:
-        return harness.validation_tau(recipe, target, drafter, prepared.validation_prompts)
-
-    wanted = recipe.eval.each_epoch and len(prepared.validation_prompts) > 0
-    state = loop.run(identity, score if wanted else None, asdict(recipe))
-    if accelerator.is_main_process:
-        export(recipe, folder, source, prepared, drafter, state)
-        report(recipe, folder, target, drafter, state, prompts, loop.packing())
-    accelerator.end_training()
-
-
-def alone(folder: Path) -> AbstractContextManager[None]:
-    """The run folder held by this run, whose first process answers for all of them."""
-    return locked(folder, "training in this folder") if rank() == 0 else nullcontext()
-
-
-def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def local_device(recipe: Recipe) -> torch.device:
-    """The GPU that accelerate will give this process, known before accelerate is asked."""
-    device = choose_device(recipe.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    return device
-
-
-def loader(recipe: Recipe, target: Target) -> Callable[[torch.dtype], Target]:
-    """The loaded target where its dtype is the wanted one, else another copy."""
-    return lambda dtype: target if dtype == target.dtype else load_target(recipe.target, target.device, dtype)
-
-
-def shared(folder: Path) -> Prepared:
-    if not folder.is_dir():
-        raise UserError(
-            f"{folder} was prepared by the first process, but this machine does not see it. "
-            "Set data.cache to a folder that all machines share."
-        )
-    return load_prepared(folder)
-
-
-def identify(recipe: Recipe, source: Source, prepared: Prepared) -> dict[str, str]:
-    prepared_hashes = {"data.hash": str(prepared.report["hash"]), "vocabulary.hash": prepared.vocab.hash()}
-    return run_identity(recipe, **hashes(source), **prepared_hashes)
-
-
-def hashes(source: Source | None) -> dict[str, str]:
-    """Of the target, where it is at hand."""
-    if source is None:
-        return {}
-    return {"target.fingerprint": source.fingerprint, "target.template": source.template_hash}
-
-
-def begin(recipe: Recipe, folder: Path, source: Source, prepared: Prepared) -> None:
-    """The run folder's papers."""
-    save(recipe, folder / "recipe.yaml")
-    write_json(folder / "provenance.json", provenance(recipe, source, prepared))
-    link = folder / "data"
-    if not link.is_symlink() and not link.exists():
-        try:
-            link.symlink_to(prepared.folder.resolve(), target_is_directory=True)
-        except OSError:  # a file system without links
-            write_text(folder / "data.txt", f"{prepared.folder.resolve()}\n")
-
-
-def provenance(recipe: Recipe, source: Source, prepared: Prepared) -> dict[str, Any]:
-    return {
-        "target": {"path": recipe.target.path, "fingerprint": source.fingerprint, "template": source.template_hash},
-        "template_args": recipe.target.template_args,
-        "conditions": prepared.report["conditions"],
-        "data": {"hash": prepared.report["hash"], "folder": str(prepared.folder.resolve())},
-        "vocabulary": prepared.report["vocabulary"],
-        "init_from": recipe.eagle.init_from,
-        "seed": recipe.seed,
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in VERSIONS}},
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
-def export(recipe: Recipe, folder: Path, source: Source, prepared: Prepared, drafter: Eagle3, state: State) -> None:
-    """Put the best checkpoint into the drafter and write it in the portable layout, with its model card."""
-    store = Store(folder)
-    step = store.named("best")
-    assert step is not None, "the end of training always names a best checkpoint"
-    drafter.load_state_dict(store.model(step))
-    drafter.eval()
-    papers = provenance(recipe, source, prepared) | {
-        "fingerprint": source.fingerprint,
-        "step": step,
-        "validation_tau": state.scores.get(step),
-        "data": {"hash": prepared.report["hash"]},  # the folder is this machine's own
-        "recipe": public(asdict(recipe)),
-        "sources": sources(recipe),
-    }
-    only_vllm = default_layout(drafter.config)[1]
-    if only_vllm:
-        print(only_vllm, flush=True)
-    papers["target"]["licence"] = target_licence(recipe.target, source.folder)
-    with whole_folder(folder / "drafter") as aside:
-        save_drafter(drafter, aside, papers)
-        write_card(aside)
-
-
-def report(
-    recipe: Recipe,
-    folder: Path,
-    target: Target,
-    drafter: Eagle3,
-    state: State,
-    prompts: list[Prompt],
-    packing: dict[str, float],
-) -> None:
-    """Measure the exported drafter on prompts that neither training nor the choice has seen, and say where all is."""
-    step = Store(folder).named("best")
-    load = loader(recipe, target)
-    wanted = recipe.eval.dtype if recipe.eval.dtype != "auto" else recipe.target.dtype
-    results = harness.evaluate(
-        recipe,
-        load(choose_dtype(wanted, target.device)),
-        drafter,
-        prompts,
-        folder / "eval" / f"step-{step}",
-        drafter_name=str(folder / "drafter"),
-        load_fp32=lambda: load(torch.float32),
-    )
-    write_card(folder / "drafter", {"measured": [measured(result, recipe.eval.prompts) for result in results]})
-    summary = {
-        "identity": state.identity,
-        "steps": state.cursor.step,
-        "best_step": step,
-        "scores": {str(k): v for k, v in state.scores.items()},
-        "packing": packing,
-        "last": newest(folder / "metrics.jsonl"),
-        "decoders": [_headline(r) for r in results],
-    }
-    write_json(folder / "summary.json", summary)
-    show(folder, summary)
-
-
-def newest(metrics: Path) -> dict[str, Any]:
-    """The last training figures that were logged, by whichever process trained last."""
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    return next((line for line in reversed(lines) if "loss" in line), {})
-
-
-def _headline(result: dict[str, Any]) -> dict[str, Any]:
-    overall = result["overall"]
-    return {"decoder": result["decoder"]} | {k: overall.get(k) for k in ("tau", "tokens_per_s", "speedup")}
-
-
-def show(folder: Path, summary: dict[str, Any]) -> None:
-    """The last screen of a run."""
-    table = Table("what", "value", title=f"EAGLE-3 drafter in {folder}")
-    table.add_row("optimiser steps", str(summary["steps"]))
-    last = summary["last"]
-    if "loss" in last:
-        table.add_row("loss at the end", f"{last['loss']:.4f}")
-        table.add_row("accuracy by draft position", " ".join(f"{a:.2f}" for a in last["acc"]))
-        table.add_row("simulated tau (training rows)", f"{last['simulated_tau']:.3f}")
-    if "packing" in summary:
-        used = summary["packing"]
-        table.add_row("micro-batches", f"{used['filled']:.1%} full, padding {used['padding']:.2%}")
-    for step, tau in summary["scores"].items():
-        mark = " (best)" if int(step) == summary["best_step"] else ""
-        table.add_row(f"validation tau, step {step}", f"{tau:.3f}{mark}")
-    for row in summary["decoders"]:
-        speed = f", {row['speedup']:.2f} x plain decoding" if row["speedup"] else ""
-        table.add_row(f"{row['decoder']}", f"tau {row['tau']:.3f}{speed}" if row["tau"] else "")
-    best = folder.resolve() / "eval" / f"step-{summary['best_step']}"
-    table.add_row("drafter", str(folder.resolve() / "drafter"))
-    table.add_row("report", str(best / "report.md"))
-    table.add_row("metrics", str(folder.resolve() / "metrics.jsonl"))
-    Console().print(table)
-
-
-def finished(folder: Path) -> bool:
-    """Whether the run in the folder is complete; if so say so."""
-    path = folder / "summary.json"
-    if not path.is_file():
-        return False
-    summary = read_json(path, "run folder (delete the file to redo the evaluation)")
-    if rank() == 0:
-        print(
-            f"this run is finished: {summary['steps']} steps. For another, give run_dir=DIR or remove {folder}",
-            flush=True,
-        )
-        show(folder, summary)
-    return True
-
-
-def one_screen(run: Callable[[Recipe], None]) -> Callable[[Recipe], None]:
-    """Of ranks that meet the same mistake the first alone prints it: the others wait until the launcher ends them."""
-
-    def guarded(recipe: Recipe) -> None:
-        try:
-            run(recipe)
-        except UserError as error:
-            if rank() == 0:
-                raise
-            time.sleep(10)
-            raise UserError(f"[process {rank()}] {error}") from error
-
-    return guarded
+    run.main(recipe, EagleFamily())
 
 
 if __name__ == "__main__":
-    entry(one_screen(main))
+    entry(run.one_screen(main))

@@ -172,7 +172,8 @@ class Loop:
         """One optimiser step, shared among the ranks; returns the gradient norm before clipping."""
         accelerator, cfg, lengths = self.accelerator, self.cfg, self.schedule.lengths
         shares = deal(step, lengths, cfg.micro_batch_tokens, accelerator.num_processes)
-        inputs = [self.objective.prepare(load_batch(self.rows, p)) for p in shares[accelerator.process_index]]
+        epoch, share = self.state.cursor.epoch, shares[accelerator.process_index]
+        inputs = [self.objective.prepare(load_batch(self.rows, p, epoch)) for p in share]
         local = torch.stack([self.objective.counts(x) for x in inputs]).sum(0)
         counts = accelerator.reduce(local, reduction="sum")
         for group in self.wrapped.param_groups:

@@ -162,7 +162,7 @@ class UnrollLoss(Objective):
     @torch.no_grad()
     def prepare(self, batch: Batch) -> Inputs:
         """Which slots count is read off the answer marks on the host, so that nothing on a GPU waits for it."""
-        ids_T, answer_T, lengths = batch
+        ids_T, answer_T, lengths = batch[:3]
         device, supervised_ST = self.target.device, supervised(answer_T, self.steps)
         teaches_T = torch.zeros_like(ids_T, dtype=torch.bool)
         for i, supervised_T in enumerate(supervised_ST):

@@ -91,11 +91,11 @@ def _covered_by(prepared: Prepared, vocab: VocabMap) -> dict[str, Any]:
     return prepared.report | {"vocabulary": vocabulary}
 
 
-def describe(recipe: Recipe, source: Source, prepared: Prepared) -> str:
+def describe(recipe: Recipe, fingerprint: str, prepared: Prepared) -> str:
     """One line on where a warm start comes from and which tokens it can say."""
     folder: Path = find_drafter(recipe.eagle.init_from, "eagle.init_from")
     stated = read_provenance(folder).get("fingerprint")
-    whose = {None: "of an unnamed target", source.fingerprint: "of this target"}.get(stated, "of another target")
+    whose = {None: "of an unnamed target", fingerprint: "of this target"}.get(stated, "of another target")
     vocabulary = prepared.report["vocabulary"]
     return (
         f"starting from the drafter in {folder} ({whose}); vocabulary "

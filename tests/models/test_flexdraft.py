@@ -30,7 +30,7 @@ def make(folder: Path, family: str = "llama", layers: int = 3) -> tuple[Target, 
 
 def dense(q: Tensor, own: tuple[Tensor, Tensor], prefix: tuple[Tensor, Tensor], groups: Groups, scale: float) -> Tensor:
     """One masked attention over all tokens and all masks."""
-    N, R, D = q.shape
+    N, R = q.shape[:2]
     T, times = prefix[0].shape[2], N // own[0].shape[0]
     k = torch.cat((prefix[0][0], own[0]), 1).repeat_interleave(times, 0)
     v = torch.cat((prefix[1][0], own[1]), 1).repeat_interleave(times, 0)
@@ -116,5 +116,5 @@ def test_ragged_rows_draft_as_each_would_alone(tmp_path: Path) -> None:
 
 def test_too_many_layers_are_refused_by_name(tmp_path: Path) -> None:
     target = load_target(TargetConfig(path=str(tiny_model_folder(tmp_path))))
-    with pytest.raises(UserError, match="flex.layers=9 is out of range: this target has 8 layers"):
+    with pytest.raises(UserError, match=r"flex\.layers=9 is out of range: this target has 8 layers"):
         FlexDraftConfig.from_target(target, 9, SIZE)

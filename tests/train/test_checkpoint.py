@@ -141,11 +141,11 @@ def test_a_checkpoint_of_another_vocabulary_is_refused(target: Target, tmp_path:
 
 def test_identity_holds_what_is_learned_and_not_how_it_is_run() -> None:
     sources = {"chat": SourceConfig(rows=5)}
-    base = run_identity(Recipe(data=DataConfig(sources=sources)), hash="h")
+    base = run_identity(Recipe(data=DataConfig(sources=sources)), "eagle", hash="h")
     assert base["data.sources.chat.rows"] == "5" and base["hash"] == "h"
     same = Recipe(data=DataConfig(sources=sources, cache="/elsewhere"), train=TrainConfig(save_every=7, log_every=1))
-    assert run_identity(same, hash="h") == base
-    other = run_identity(Recipe(data=DataConfig(sources=sources), seed=1), hash="h")
+    assert run_identity(same, "eagle", hash="h") == base
+    other = run_identity(Recipe(data=DataConfig(sources=sources), seed=1), "eagle", hash="h")
     assert {k for k in base if base[k] != other[k]} == {"seed"}
 
 

@@ -143,7 +143,7 @@ def test_a_dry_run_refuses_another_runs_folder_finished_or_not(
     arguments: list[str], run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And so does the real run, before it loads the target or prepares anything."""
-    monkeypatch.setattr("train.eagle.load_target", None)
+    monkeypatch.setattr("train.run.load_target", None)
     begun = tmp_path / "begun"
     shutil.copytree(run_dir / "checkpoints", begun / "checkpoints")
     for folder in (run_dir, begun):
@@ -175,7 +175,7 @@ def test_a_dry_run_refuses_another_runs_folder_finished_or_not(
 def test_a_mistake_is_refused_before_the_target_loads_and_in_a_dry_run(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, words: str, dry_run: str
 ) -> None:
-    monkeypatch.setattr("train.eagle.load_target", None)
+    monkeypatch.setattr("train.run.load_target", None)
     with pytest.raises(UserError, match=words):
         main(recipe(arguments, tmp_path / "none", given, f"dry_run={dry_run}"))
     assert not (tmp_path / "none").exists()
@@ -205,7 +205,7 @@ def test_ctrl_c_leaves_a_run_that_goes_on(
 def test_a_folder_that_another_run_trains_in_is_refused(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.eagle.load_target", None)
+    monkeypatch.setattr("train.run.load_target", None)
     folder = tmp_path / "run"
     with locked(folder, "training"), pytest.raises(UserError, match=r"run: another process is training in this folder"):
         main(recipe(arguments, folder))

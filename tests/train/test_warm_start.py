@@ -131,7 +131,7 @@ def test_what_does_not_go_on_is_refused_before_data_are_made(
     words: str,
 ) -> None:
     start(target, tmp_path / "old", fc_norm=True, norm_output=True)
-    monkeypatch.setattr("train.eagle.load_target", None)
+    monkeypatch.setattr("train.run.load_target", None)
     for dry in ("true", "false"):
         given = (f"eagle.init_from={tmp_path / 'old'}", *more, f"dry_run={dry}")
         with pytest.raises(UserError) as caught:

@@ -1,0 +1,166 @@
+"""What FlexDraft learns: at anchors drawn from the answers, a group of masks predicts the tokens behind the next one.
+
+The published method names no loss; this one is ours (after DFlash's): cross-entropy at masks 1 .. block_size - 1,
+mask j weighted exp(-(j - 1) / gamma), each a mean over the whole optimiser step. Mask j of the group at anchor a
+predicts x[a+1+j], which is what slot a predicts at unroll step j - 1 in EAGLE-3's training: the same slots are
+supervised, and accuracy by position and simulated tau mean the same.
+
+T tokens of a packed micro-batch, G groups, S = block_size - 1 predictions of a group, n supervised masks, m positions
+that teach some mask, H hidden.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from data_prep.supervision import supervised
+from models.attention import Documents
+from models.flexdraft import FlexDraft, Groups, Keys, late_keys
+from models.target import Target
+from recipes.schema import FlexConfig
+from train.batches import Batch
+from train.head_loss import Wanted, frozen_head_loss
+from train.objective import Objective, step_weights, survival, tau_from_counts
+
+LOSS, SUPERVISED, CORRECT, AT_RISK, SURVIVED = range(5)  # rows of the metric sums [5, S]
+
+
+class FlexInputs(NamedTuple):
+    """A micro-batch with what the frozen target says about it."""
+
+    groups: Groups
+    keys: Keys
+    final_mH: Tensor  # final normed states of the positions that teach
+    supervised_SG: Tensor
+    step_n: Tensor  # of each supervised mask, from 0: mask j is at step j - 1
+    group_n: Tensor
+    teacher: list[int]
+    teacher_n: Tensor
+    next_n: Tensor
+    any: bool  # False: no mask is supervised, and the one that is there counts for nothing
+
+
+def draw_anchors(valid: Tensor, count: int, seed: tuple[int, int, int]) -> list[int]:
+    """At most `count` of the valid positions, ascending: a function of (seed, epoch, row), whatever rank asks."""
+    found = valid.nonzero().squeeze(-1).numpy()
+    if len(found) > count:
+        found = np.sort(np.random.default_rng(seed).choice(found, count, replace=False))
+    return [int(a) for a in found]
+
+
+class LateTeacher:
+    """The target's late keys and values, and its final normed states, of micro-batches: of a packed row at once, or of
+    each document alone where they are to be kept over the epochs (first come first kept, up to `keep_bytes`).
+
+    Alone, what is computed does not depend on neighbours, so whether it was kept changes no bit.
+    """
+
+    def __init__(self, target: Target, split: int, keep_bytes: int = 0) -> None:
+        self.target, self.split, self.keeps, self.room = target, split, keep_bytes > 0, keep_bytes
+        self.kept: dict[int, tuple[Keys, Tensor]] = {}  # by row
+
+    @torch.no_grad()
+    def read(self, batch: Batch, documents: Documents) -> tuple[Keys, Tensor]:
+        """(keys of the packed row, states [T, H])"""
+        if not self.keeps or not batch.rows:
+            return late_keys(self.target, self.split, batch.ids_T.to(self.target.device), documents)
+        parts = [self._document(batch.ids_T[s], row) for s, row in zip(documents.spans, batch.rows, strict=True)]
+        keys = {
+            index: (torch.cat([k[index][0] for k, _ in parts], 2), torch.cat([k[index][1] for k, _ in parts], 2))
+            for index in parts[0][0]
+        }
+        return keys, torch.cat([final for _, final in parts])
+
+    def _document(self, ids_T: Tensor, row: int) -> tuple[Keys, Tensor]:
+        if row in self.kept:
+            return self.kept[row]
+        device = self.target.device
+        found = late_keys(self.target, self.split, ids_T.to(device), Documents([len(ids_T)], device))
+        size = sum(t.nbytes for pair in found[0].values() for t in pair) + found[1].nbytes
+        if size <= self.room:
+            self.room -= size
+            self.kept[row] = found
+        return found
+
+
+class FlexLoss(Objective):
+    """FlexDraft's attention tuning over one micro-batch."""
+
+    drafter: FlexDraft
+
+    def __init__(
+        self,
+        drafter: FlexDraft,
+        target: Target,
+        cfg: FlexConfig,
+        seed: int = 0,
+        bf16: bool = False,
+        keep_bytes: int = 0,
+    ) -> None:
+        super().__init__()
+        self.teacher = LateTeacher(target, drafter.config.split_layer, keep_bytes)
+        self.drafter, self.target, self.cfg, self.seed, self.bf16 = drafter, target, cfg, seed, bf16
+        self.steps = drafter.config.block_size - 1
+        self.weights = step_weights(self.steps, math.exp(-1 / cfg.gamma))
+
+    @torch.no_grad()
+    def prepare(self, batch: Batch) -> FlexInputs:
+        device = self.target.device
+        documents, spoken_ST = Documents(batch.lengths, device), supervised(batch.answer_T, self.steps)
+        anchors = [
+            draw_anchors(spoken_ST[0, span], self.cfg.anchors, (self.seed, batch.epoch, row))
+            for span, row in zip(documents.spans, batch.rows, strict=bool(batch.rows))
+        ]
+        found = any(anchors)
+        if not found:  # a group that counts for nothing
+            anchors = [[0]] + [[] for _ in batch.lengths[1:]]
+        groups = Groups(documents, anchors, self.drafter.config.block_size)
+        at_G = torch.tensor([span.start + a for span, own in zip(documents.spans, anchors, strict=True) for a in own])
+        supervised_SG = spoken_ST[:, at_G]
+        step_n, group_n = supervised_SG.nonzero().unbind(1) if found else (torch.zeros(1, dtype=torch.int64),) * 2
+        place_n = at_G[group_n] + 1 + step_n  # of the position that teaches
+        order = place_n.argsort(stable=True)
+        step_n, group_n, place_n = step_n[order], group_n[order], place_n[order]
+        next_n = batch.ids_T[(place_n + 1).clamp(max=len(batch.ids_T) - 1)]
+        teaches_m, teacher_n = place_n.unique_consecutive(return_inverse=True)
+        keys, final_TH = self.teacher.read(batch, documents)
+        parts = (t.to(device, non_blocking=True) for t in (supervised_SG, step_n, group_n, teacher_n, next_n))
+        on_SG, step_n, group_n, moved_n, next_n = parts
+        final_mH = final_TH[teaches_m.to(device)]
+        return FlexInputs(groups, keys, final_mH, on_SG, step_n, group_n, teacher_n.tolist(), moved_n, next_n, found)
+
+    def counts(self, inputs: FlexInputs) -> Tensor:
+        return inputs.supervised_SG.sum(1)
+
+    def forward(self, x: FlexInputs, counts_S: Tensor) -> tuple[Tensor, Tensor]:
+        """This micro-batch's share of the optimiser step's loss, whose means divide by `counts`; metric sums [5, S]."""
+        device, steps = self.target.device, self.steps
+        scale_S = torch.tensor(self.weights, device=device) / counts_S.clamp(min=1) * x.any
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
+            states_RH = self.drafter.groups(self.target, x.keys, x.groups)
+            hidden_nH = states_RH.index_select(0, x.group_n * x.groups.size + 1 + x.step_n)
+            wanted = Wanted(x.final_mH, x.teacher, x.teacher_n, x.next_n, scale_S[x.step_n], self.cfg.loss == "soft")
+            loss, loss_n, guess_n = frozen_head_loss(hidden_nH, self.target, wanted)
+        hit_n = (guess_n == x.next_n) & x.any
+        match_SG = torch.zeros_like(x.supervised_SG)
+        match_SG[x.step_n, x.group_n] = hit_n
+        sums = torch.zeros(5, steps, dtype=torch.float64, device=device)
+        sums[LOSS].index_add_(0, x.step_n, loss_n.double() * x.any)
+        sums[SUPERVISED] = x.supervised_SG.sum(1)
+        sums[CORRECT] = match_SG.sum(1)
+        sums[AT_RISK], sums[SURVIVED] = survival(match_SG, x.supervised_SG)
+        return loss, sums
+
+    def metrics(self, sums: Tensor) -> dict[str, Any]:
+        """Accuracies are against the row's own tokens, which at temperature 0 are the target's arg-max."""
+        sums = sums.double().cpu()
+        count_S = sums[SUPERVISED].clamp(min=1)
+        return {
+            "acc": [round(float(a), 5) for a in sums[CORRECT] / count_S],
+            "loss_by_position": [round(float(a), 4) for a in sums[LOSS] / count_S],
+            "simulated_tau": round(tau_from_counts(sums[AT_RISK], sums[SURVIVED]), 5),
+            "supervised": int(sums[SUPERVISED].sum()),
+        }

@@ -1,0 +1,65 @@
+"""Train a FlexDraft drafter for a recipe's target (attention of its own in the last layers), and say what it is worth.
+
+    accelerate launch train/flexdraft.py recipe=smollm2 [run_dir=DIR] [flex.key=value ...]
+    python train/flexdraft.py recipe=smollm2 dry_run=true
+
+The same command again goes on where the run folder stands.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from any folder
+
+from data_prep.rows import Rows
+from data_prep.run import Prepared
+from eval.drafters import Drafter
+from models.flex_layout import save_flexdraft
+from models.flexdraft import FlexDraft, FlexDraftConfig, check_layers
+from models.source import Source
+from models.target import Target
+from recipes.cli import entry
+from recipes.schema import Recipe
+from train import run
+from train.cost import flexdraft_cost, kept_features
+from train.flex_objective import FlexLoss
+from train.objective import Objective
+
+SEEN = 8  # rows that the mask vector starts from
+
+
+class FlexFamily(run.Family):
+    title, part = "FlexDraft", "flex"
+
+    def check(self, recipe: Recipe, source: Source | None) -> None:
+        if source is not None:
+            check_layers(recipe.flex.layers, source.n_layers)
+
+    def cost(self, recipe: Recipe, prompts: int) -> str:
+        return flexdraft_cost(recipe, prompts)
+
+    def objective(
+        self, recipe: Recipe, target: Target, teacher: Target, prepared: Prepared, bf16: bool
+    ) -> tuple[Objective, Drafter, Prepared]:
+        cfg = recipe.flex
+        drafter = FlexDraft(FlexDraftConfig.from_target(target, cfg.layers, cfg.block_size)).to(target.device)
+        drafter.init_from_target(target, [ids for ids, _ in first_rows(prepared.train)])
+        loss = FlexLoss(drafter, teacher, cfg, recipe.seed, bf16, kept_features(recipe))
+        return loss, drafter, prepared
+
+    def save(self, drafter: Drafter, folder: Path, papers: dict[str, Any]) -> None:
+        assert isinstance(drafter, FlexDraft)
+        save_flexdraft(drafter, folder, papers)
+
+
+def first_rows(rows: Rows) -> list[Any]:
+    return [rows.row(i) for i in range(min(SEEN, len(rows.lengths)))]
+
+
+def main(recipe: Recipe) -> None:
+    run.main(recipe, FlexFamily())
+
+
+if __name__ == "__main__":
+    entry(run.one_screen(main))
