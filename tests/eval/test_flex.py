@@ -1,0 +1,135 @@
+"""FlexDraft in the decoders: outputs are plain decoding's whatever it drafts, and it drafts what its masks say."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from eval.decode import decode
+from eval.drafters import fitted
+from eval.plan import settings_of
+from eval.settings import Settings
+from models.attention import Documents
+from models.flex_layout import check_flexdraft, load_flexdraft, save_flexdraft
+from models.flexdraft import FlexDraft, FlexDraftConfig, Groups, late_keys
+from models.target import Target, load_target
+from recipes.files import read_json, write_json
+from recipes.schema import EvalConfig, Recipe, TargetConfig, UserError
+from tests.tiny import tiny_model_folder
+
+SIZE = 5
+PROMPTS = [[3, 9, 27, 81, 243], [5] * 11, [7, 8, 9]]
+
+
+def make(folder: Path, family: str = "llama") -> tuple[Target, FlexDraft]:
+    """A drafter that has half learned by heart what the target says to the first prompt: some drafts are right."""
+    target = load_target(TargetConfig(path=str(tiny_model_folder(folder / family, family))))
+    target.eos_ids = frozenset()
+    torch.manual_seed(1)
+    drafter = FlexDraft(FlexDraftConfig.from_target(target, 3, SIZE))
+    drafter.init_from_target(target, [torch.arange(20)])
+    text = torch.tensor(PROMPTS[0] + decode(target, None, PROMPTS[:1], settings("ar")).rows[0].tokens)
+    documents = Documents([len(text)], target.device)
+    keys, _ = late_keys(target, drafter.config.split_layer, text, documents)
+    groups = Groups(documents, [range(4, len(text) - SIZE)], SIZE)
+    optimizer = torch.optim.AdamW(drafter.parameters(), 1e-2)
+    for _ in range(15):
+        logits = target.logits(drafter.groups(target, keys, groups))
+        loss = torch.nn.functional.cross_entropy(logits, text[groups.positions_R])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return target, drafter.eval()
+
+
+def settings(decoder: str, **changes: object) -> Settings:
+    e = EvalConfig(max_new_tokens=24, chain_length=SIZE - 1, depth=SIZE - 1, nodes=8)
+    return replace(settings_of(decoder, e), **changes)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("decoder", ["chain", "prune", "graft"])
+def test_greedy_outputs_are_plain_decodings(tmp_path: Path, family: str, decoder: str) -> None:
+    target, drafter = make(tmp_path, family)
+    plain = decode(target, None, PROMPTS, settings("ar"))
+    flex = decode(target, drafter, PROMPTS, settings(decoder, gates=(0.01, 0.0, 0.0)))
+    assert [row.tokens for row in flex.rows] == [row.tokens for row in plain.rows]
+    assert flex.rows[0].accepted > 3 and all(len(row.positions_offered) <= SIZE - 1 for row in flex.rows)
+
+
+def test_sampled_outputs_are_plain_decodings_draws(tmp_path: Path) -> None:
+    """Sample-and-match: the target's draws are those of (seed, row, position), so that the texts are the same."""
+    target, drafter = make(tmp_path)
+    plain = decode(target, None, PROMPTS, settings("ar", temperature=1.0))
+    flex = decode(target, drafter, PROMPTS, settings("chain", temperature=1.0, draft_temperature=0.0, verifier="match"))
+    assert [row.tokens for row in flex.rows] == [row.tokens for row in plain.rows]
+
+
+def test_a_ragged_batch_accepts_what_each_row_alone_would(tmp_path: Path) -> None:
+    target, drafter = make(tmp_path)
+    together = decode(target, drafter, PROMPTS, settings("chain"), row_ids=[0, 1, 2])
+    for row, prompt in enumerate(PROMPTS):
+        alone = decode(target, drafter, [prompt], settings("chain"), row_ids=[row])
+        assert alone.rows[0].accepted_per_round == together.rows[row].accepted_per_round
+
+
+def test_what_it_accepts_is_what_its_masks_say_behind_the_accepted_text(tmp_path: Path) -> None:
+    """Tau is recomputed from the finished text: at each round one group behind the tokens before the root."""
+    target, drafter = make(tmp_path)
+    row = decode(target, drafter, PROMPTS[:1], settings("chain")).rows[0]
+    text, place = PROMPTS[0] + row.tokens, len(PROMPTS[0])
+    assert row.accepted > 0
+    for accepted in row.accepted_per_round[:-1]:
+        cache = target.new_cache(1, 64)
+        target.prefill(torch.tensor([text[:place]]), [place], cache)
+        drafts = target.logits(drafter.block(target, cache)[0, 1:]).argmax(-1).tolist()
+        right = 0
+        while right < len(drafts) and drafts[right] == text[place + 1 + right]:
+            right += 1
+        assert right == accepted
+        place += accepted + 1
+
+
+def test_the_layout_gives_back_the_same_drafter(tmp_path: Path) -> None:
+    target, drafter = make(tmp_path, "qwen3")
+    save_flexdraft(drafter, tmp_path / "out", {"fingerprint": target.fingerprint})
+    again = load_flexdraft(tmp_path / "out", target)
+    assert again.config == drafter.config
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"split_layer": 8}, "split_layer 8 is out of range for a target of 8 layers"),
+        ({"block_size": 1}, "block_size 1 drafts nothing"),
+        ({"split_layer": 4}, r"layers\.4\.self_attn.* is missing|layers\.5"),
+        ({"hidden_size": 64}, "its hidden_size is 64, the target's 32"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path, change: dict[str, int], words: str) -> None:
+    target, drafter = make(tmp_path)
+    save_flexdraft(drafter, tmp_path / "out", {"fingerprint": target.fingerprint})
+    path = tmp_path / "out" / "config.json"
+    config = read_json(path, "x")
+    config["flexdraft_config"] |= change
+    write_json(path, config)
+    with pytest.raises(UserError, match=words):
+        check_flexdraft(tmp_path / "out", target)
+
+
+def test_another_targets_drafter_is_refused(tmp_path: Path) -> None:
+    target, drafter = make(tmp_path)
+    save_flexdraft(drafter, tmp_path / "out", {"fingerprint": "other"})
+    with pytest.raises(UserError, match="was trained for another target"):
+        check_flexdraft(tmp_path / "out", target)
+
+
+def test_decoders_of_trees_are_left_out_and_refused_by_name(tmp_path: Path) -> None:
+    _, drafter = make(tmp_path)
+    recipe = fitted(Recipe(eval=EvalConfig(decoders=["ar", "chain", "eagle", "graft", "lookup"])), drafter)
+    assert recipe.eval.decoders == ["ar", "chain", "graft", "lookup"] and recipe.eval.chain_length == SIZE - 1
+    with pytest.raises(UserError, match="decoder=eagle drafts trees"):
+        fitted(Recipe(decoder="eagle"), drafter)
