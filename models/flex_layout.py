@@ -2,7 +2,9 @@
 
 Tensors, for each tuned layer i (the target's own number): `layers.{i}.self_attn.{q,k,v,o}_proj.weight`, `.bias` where
 the target has one, `layers.{i}.self_attn.{q,k}_norm.weight` where it has these (gains as they multiply, in every
-family); and `mask` [hidden_size]. config.json holds `flexdraft_config`: the fields of models.flexdraft.FlexDraftConfig.
+family); and `mask` [hidden_size]. A calibrator is a file of its own, calibrator.safetensors: `inner.{weight,bias}`,
+`outer.{weight,bias}`; its metadata say of which target it is and, by their hash, of which masks. config.json holds
+`flexdraft_config`: the fields of models.flexdraft.FlexDraftConfig.
 """
 
 from dataclasses import asdict, fields
@@ -10,24 +12,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 
 from models.flexdraft import FlexDraft, FlexDraftConfig
 from models.imports import refuse_not_finite
 from models.source import Source
 from models.target import Target
-from models.weights import read_headers, read_tensors
-from recipes.files import read_json, whole_folder, write_json
+from models.weights import WHOLE, read_headers, read_tensors
+from recipes.files import read_json, sha256_file, whole_folder, write_json
 from recipes.schema import UserError
 
 KEY = "flexdraft_config"
+PREFIX, CALIBRATOR = "calibrator.", "calibrator.safetensors"
 
 
 def names(drafter: FlexDraft) -> dict[str, str]:
-    """Parameter -> name on disk."""
+    """Parameter -> name on disk, of all but the calibrator."""
     out = {}
     for name in drafter.state_dict():
         head, _, rest = name.partition(".")
+        if name.startswith(PREFIX):
+            continue
         if head == "layers":
             number, _, rest = rest.partition(".")
             rest = f"{rest}.weight" if rest in ("q_norm", "k_norm") else rest
@@ -43,15 +49,19 @@ def save_flexdraft(
     """All or nothing. `provenance` must carry `fingerprint` (of the target)."""
     if not provenance.get("fingerprint"):
         raise ValueError("a drafter without its target's fingerprint can't be told from one for another target")
-    tensors = drafter.state_dict()
-    named = {theirs: tensors[ours].detach().to("cpu", dtype).contiguous() for ours, theirs in names(drafter).items()}
+    stored = {name: t.detach().to("cpu", dtype).contiguous() for name, t in drafter.state_dict().items()}
+    named = {theirs: stored[ours] for ours, theirs in names(drafter).items()}
+    calibrator = {name.removeprefix(PREFIX): t for name, t in stored.items() if name.startswith(PREFIX)}
     config = {
         "architectures": ["FlexDraft"],
         "dtype": str(dtype).removeprefix("torch."),
         KEY: asdict(drafter.config),
     }
     with whole_folder(folder) as aside:
-        save_file(named, aside / "model.safetensors", metadata={"format": "pt"})
+        save_file(named, aside / WHOLE, metadata={"format": "pt"})
+        if calibrator:
+            belongs = {"target": provenance["fingerprint"], "masks": sha256_file(aside / WHOLE)}
+            save_file(calibrator, aside / CALIBRATOR, metadata={"format": "pt", **belongs})
         write_json(aside / "config.json", config)
         write_json(aside / "provenance.json", provenance)
 
@@ -88,7 +98,30 @@ def check_flexdraft(folder: Path, target: Source | Target | None) -> FlexDraftCo
             raise UserError(
                 f"drafter={folder}: {theirs} has shape {list(found[theirs][0])}, not {list(shapes[ours].shape)}"
             )
+    if config.calibrator_rank:
+        _check_calibrator(folder, {n: tuple(t.shape) for n, t in shapes.items() if n.startswith(PREFIX)})
     return config
+
+
+def _check_calibrator(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Refuse a calibrator that is not of these masks, or of another target."""
+    path = folder / CALIBRATOR
+    if not path.is_file():
+        raise UserError(f"drafter={folder}: {CALIBRATOR} is missing. Fit it again, or set calibrator_rank to 0.")
+    try:
+        with safe_open(path, "pt") as file:
+            said = file.metadata() or {}
+            found = {f"{PREFIX}{name}": tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"drafter={folder}: {CALIBRATOR} cannot be read: {error}. Fit it again.") from error
+    if said.get("target") != read_json(folder / "provenance.json", "drafter").get("fingerprint"):
+        raise UserError(f"drafter={folder}: {CALIBRATOR} was fitted for another target. Fit one (train/calibrator.py).")
+    if said.get("masks") != sha256_file(folder / WHOLE):
+        raise UserError(
+            f"drafter={folder}: {CALIBRATOR} was fitted for another drafter. Fit one (train/calibrator.py)."
+        )
+    if found != shapes:
+        raise UserError(f"drafter={folder}: {CALIBRATOR} holds {found}, not {shapes}")
 
 
 def _refuse_other_target(folder: Path, config: FlexDraftConfig, target: Source | Target) -> None:
@@ -111,6 +144,8 @@ def load_flexdraft(folder: Path, target: Target) -> FlexDraft:
     drafter = FlexDraft(check_flexdraft(folder, target))
     raw = read_tensors(folder)
     tensors = {ours: raw[theirs].float() for ours, theirs in names(drafter).items()}
+    if drafter.calibrator is not None:
+        tensors |= {f"{PREFIX}{name}": t.float() for name, t in load_file(folder / CALIBRATOR).items()}
     refuse_not_finite(tensors, folder)
     drafter.load_state_dict(tensors)
     return drafter.to(target.device).eval()

@@ -42,9 +42,10 @@ class FlexDraftConfig:
     qkv_bias: bool
     out_bias: bool
     qk_norm: bool
+    calibrator_rank: int  # 0 = no calibrator
 
     @staticmethod
-    def from_target(target: Target, layers: int, block_size: int) -> "FlexDraftConfig":
+    def from_target(target: Target, layers: int, block_size: int, calibrator_rank: int = 0) -> "FlexDraftConfig":
         """With draft copies in the last `layers` layers, or a third of them for 0."""
         check_layers(layers, target.n_layers)
         layers = layers or default_layers(target.n_layers)
@@ -62,6 +63,7 @@ class FlexDraftConfig:
             qkv_bias=first.qkv_bias is not None,
             out_bias=first.out.bias is not None,
             qk_norm="q_norm" in first.norms,
+            calibrator_rank=calibrator_rank,
         )
 
 
@@ -128,6 +130,26 @@ class DraftAttention(nn.Module):
         return {"q_norm": self.q_norm.to(dtype), "k_norm": self.k_norm.to(dtype)}
 
 
+class Calibrator(nn.Module):
+    """Corrects the masks' logits once the bonus token is known, which they were computed without: an MLP on [embedding
+    of the bonus token ; final normed state of the mask], added to the frozen head's logits. It starts from zero."""
+
+    def __init__(self, hidden_size: int, rank: int, vocab_size: int) -> None:
+        super().__init__()
+        self.inner = Linear(2 * hidden_size, rank)
+        self.outer = Linear(rank, vocab_size)
+        nn.init.zeros_(self.outer.weight)
+        nn.init.zeros_(self.outer.bias)
+
+    def code(self, bonus: Tensor, state: Tensor) -> Tensor:
+        """[..., H], [..., H] -> [..., r], which `outer` makes logits of."""
+        return nn.functional.silu(self.inner(torch.cat((bonus.to(state.dtype), state), -1)))
+
+    def forward(self, bonus: Tensor, state: Tensor) -> Tensor:
+        out: Tensor = self.outer(self.code(bonus, state))
+        return out
+
+
 class FlexDraft(nn.Module):
     """All that is trained; the target is handed in, and stays as it is."""
 
@@ -136,6 +158,8 @@ class FlexDraft(nn.Module):
         self.config = config
         self.mask = nn.Parameter(torch.zeros(config.hidden_size))
         self.layers = nn.ModuleList(DraftAttention(config) for _ in range(config.target_layers - config.split_layer))
+        rank = config.calibrator_rank
+        self.calibrator = Calibrator(config.hidden_size, rank, config.vocab_size) if rank else None
 
     @torch.no_grad()
     def init_from_target(self, target: Target, rows: Sequence[Tensor]) -> None:
@@ -195,6 +219,14 @@ class FlexDraft(nn.Module):
             return attend(q, k, v, torch.cat((seen, own), 2), layer.scale, layer.softcap)
 
         return self.run(target, positions, attention)
+
+    def logits(self, target: Target, states_BLH: Tensor, bonus_B: Tensor) -> Tensor:
+        """Of masks' states behind each row's bonus token [B, L, V]: the head's, calibrated where that is learned."""
+        logits = target.logits(states_BLH)
+        if self.calibrator is None:
+            return logits
+        bonus = target.embed(bonus_B).unsqueeze(1).expand_as(states_BLH)
+        return logits + self.calibrator(bonus, states_BLH)
 
 
 def late_keys(target: Target, split: int, ids_T: Tensor, documents: Documents) -> tuple[Keys, Tensor]:

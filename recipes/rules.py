@@ -26,7 +26,7 @@ AT_LEAST_ONE = {
     "data": ("max_length", "answer_tokens", "slots", "validation_rows"),
     "data.server": ("concurrency",),
     "eagle": ("unroll_steps",),
-    "flex": ("anchors",),
+    "flex": ("anchors", "calibrator_rank"),
     "train": ("epochs", "batch_tokens", "micro_batch_tokens", "save_every", "keep", "log_every"),
     "eval": ("max_new_tokens", "batch_size", "chain_length", "depth", "branch", "nodes", "max_prompt", "paths"),
 }

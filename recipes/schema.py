@@ -96,6 +96,8 @@ class FlexConfig:
     anchors: int = 32  # groups a row, drawn anew each epoch
     gamma: float = 7.0  # weight of mask j is exp(-(j - 1) / gamma) over their sum
     loss: str = "soft"  # cross-entropy against the target's distribution | hard = against the row's own tokens
+    calibrator: bool = False  # learned with the rest; else train/calibrator.py fits it afterwards
+    calibrator_rank: int = 256
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ class Recipe:
     flex: FlexConfig = field(default_factory=FlexConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    flexdraft: str = ""  # of `train/calibrator.py` alone: the run folder, or drafter folder, that it goes on from
     # of `eval.run` and `data_prep.inspect` alone
     drafter: str = ""  # drafter folder
     decoder: str = ""  # one decoder instead of eval.decoders

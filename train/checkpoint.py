@@ -32,7 +32,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 # number of ranks does: keep_features_mb=0)
 FREE = {"data.cache", "data.slots"}
 FREE |= {f"train.{key}" for key in ("save_every", "keep", "log_every", "tracker", "keep_features_mb")}
-LATER = {"target.fingerprint", "target.template", "data.hash", "vocabulary.hash"}  # not in the recipe
+LATER = {
+    "target.fingerprint",
+    "target.template",
+    "data.hash",
+    "vocabulary.hash",
+    "flexdraft.weights",
+}  # not in the recipe
 PARTS = ("target", "data", "train")
 
 Moments = dict[str, dict[str, Tensor]]  # exp_avg | exp_avg_sq -> parameter name -> fp32 tensor on the CPU

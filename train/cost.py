@@ -68,6 +68,17 @@ def flexdraft_cost(recipe: Recipe, prompts: int) -> str:
     return "\n".join([*_steps(recipe, prompts), *_sizes(recipe, size, 16 * size + masks + keys + logits)])
 
 
+def calibrator_cost(recipe: Recipe, prompts: int) -> str:
+    """The same of a calibrator."""
+    found = target_config(recipe.target)
+    if found is None:
+        return "\n".join([*_steps(recipe, prompts), UNKNOWN])
+    config, rank = found.to_dict(), recipe.flex.calibrator_rank
+    hidden, vocab = int(config["hidden_size"]), int(config["vocab_size"])
+    size = rank * (2 * hidden + 1 + vocab) + vocab
+    return "\n".join([*_steps(recipe, prompts), *_sizes(recipe, size, 16 * size + 3 * 4 * max(CHUNK, vocab))])
+
+
 def _heads(config: dict[str, Any]) -> tuple[int, int, int, int]:
     """Hidden size, query heads, key-value heads, head size."""
     hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])

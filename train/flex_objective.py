@@ -22,7 +22,7 @@ from models.flexdraft import FlexDraft, Groups, Keys, late_keys
 from models.target import Target
 from recipes.schema import FlexConfig
 from train.batches import Batch
-from train.head_loss import Wanted, frozen_head_loss
+from train.head_loss import Wanted, head_loss
 from train.objective import Objective, step_weights, survival, tau_from_counts
 
 LOSS, SUPERVISED, CORRECT, AT_RISK, SURVIVED = range(5)  # rows of the metric sums [5, S]
@@ -40,6 +40,7 @@ class FlexInputs(NamedTuple):
     teacher: list[int]
     teacher_n: Tensor
     next_n: Tensor
+    bonus_n: Tensor  # the token that stands at its group's mask 0
     any: bool  # False: no mask is supervised, and the one that is there counts for nothing
 
 
@@ -127,10 +128,13 @@ class FlexLoss(Objective):
         next_n = batch.ids_T[(place_n + 1).clamp(max=len(batch.ids_T) - 1)]
         teaches_m, teacher_n = place_n.unique_consecutive(return_inverse=True)
         keys, final_TH = self.teacher.read(batch, documents)
-        parts = (t.to(device, non_blocking=True) for t in (supervised_SG, step_n, group_n, teacher_n, next_n))
-        on_SG, step_n, group_n, moved_n, next_n = parts
+        bonus_n = batch.ids_T[(at_G[group_n] + 1).clamp(max=len(batch.ids_T) - 1)]
+        parts = (supervised_SG, step_n, group_n, teacher_n, next_n, bonus_n)
+        on_SG, *moved = (t.to(device, non_blocking=True) for t in parts)
+        step_n, group_n, moved_n, next_n, bonus_n = moved
         final_mH = final_TH[teaches_m.to(device)]
-        return FlexInputs(groups, keys, final_mH, on_SG, step_n, group_n, teacher_n.tolist(), moved_n, next_n, found)
+        chosen = (step_n, group_n, teacher_n.tolist(), moved_n, next_n, bonus_n)
+        return FlexInputs(groups, keys, final_mH, on_SG, *chosen, found)
 
     def counts(self, inputs: FlexInputs) -> Tensor:
         return inputs.supervised_SG.sum(1)
@@ -143,7 +147,7 @@ class FlexLoss(Objective):
             states_RH = self.drafter.groups(self.target, x.keys, x.groups)
             hidden_nH = states_RH.index_select(0, x.group_n * x.groups.size + 1 + x.step_n)
             wanted = Wanted(x.final_mH, x.teacher, x.teacher_n, x.next_n, scale_S[x.step_n], self.cfg.loss == "soft")
-            loss, loss_n, guess_n = frozen_head_loss(hidden_nH, self.target, wanted)
+            loss, loss_n, guess_n = head_loss(self.target, wanted, hidden_nH, self._added(x, hidden_nH))
         hit_n = (guess_n == x.next_n) & x.any
         match_SG = torch.zeros_like(x.supervised_SG)
         match_SG[x.step_n, x.group_n] = hit_n
@@ -153,6 +157,13 @@ class FlexLoss(Objective):
         sums[CORRECT] = match_SG.sum(1)
         sums[AT_RISK], sums[SURVIVED] = survival(match_SG, x.supervised_SG)
         return loss, sums
+
+    def _added(self, x: FlexInputs, hidden_nH: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        calibrator = self.drafter.calibrator
+        if calibrator is None:
+            return None
+        code_nr = calibrator.code(self.target.embed(x.bonus_n), hidden_nH)
+        return code_nr, calibrator.outer.weight, calibrator.outer.bias
 
     def metrics(self, sums: Tensor) -> dict[str, Any]:
         """Accuracies are against the row's own tokens, which at temperature 0 are the target's arg-max."""

@@ -43,7 +43,8 @@ class FlexFamily(run.Family):
         self, recipe: Recipe, target: Target, teacher: Target, prepared: Prepared, bf16: bool
     ) -> tuple[Objective, Drafter, Prepared]:
         cfg = recipe.flex
-        drafter = FlexDraft(FlexDraftConfig.from_target(target, cfg.layers, cfg.block_size)).to(target.device)
+        rank = cfg.calibrator_rank if cfg.calibrator else 0
+        drafter = FlexDraft(FlexDraftConfig.from_target(target, cfg.layers, cfg.block_size, rank)).to(target.device)
         drafter.init_from_target(target, [ids for ids, _ in first_rows(prepared.train)])
         loss = FlexLoss(drafter, teacher, cfg, recipe.seed, bf16, kept_features(recipe))
         return loss, drafter, prepared

@@ -23,43 +23,62 @@ class Wanted(NamedTuple):
     soft: bool  # against the target's distribution; else against the row's own token
 
 
-class _FrozenHead(torch.autograd.Function):
+class _Head(torch.autograd.Function):
+    """Gradients are made in the forward, while a chunk's logits are there, and scaled in the backward."""
+
     @staticmethod
-    def forward(ctx: Any, hidden_nH: Tensor, target: Target, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, target: Target, wanted: Wanted, hidden_nH: Tensor, *added: Tensor) -> tuple[Tensor, ...]:
+        """`added` is nothing, or code [n, r], weight [V, r] and bias [V] of logits that are added to the head's."""
         wide = torch.promote_types(hidden_nH.dtype, torch.float32)
         loss_n = torch.empty(len(hidden_nH), dtype=wide, device=hidden_nH.device)
-        guess_n, gradient_nH = torch.empty_like(wanted.next_n), torch.empty_like(hidden_nH)
+        guess_n, slopes = torch.empty_like(wanted.next_n), [torch.zeros_like(t) for t in (hidden_nH, *added)]
         size = max(1, CHUNK // target.vocab_size)
         for start in range(0, len(hidden_nH), size):
             part = slice(start, min(start + size, len(hidden_nH)))
-            logits_cV = target.logits(hidden_nH[part])
-            log_q = logits_cV.to(wide).log_softmax(-1)
-            guess_n[part] = log_q.argmax(-1)
-            if wanted.soft:
-                first, last = wanted.teacher[part.start], wanted.teacher[part.stop - 1]
-                p = target.logits(wanted.final_mH[first : last + 1]).to(wide).softmax(-1)
-                p = p.index_select(0, wanted.teacher_n[part] - first)
-                loss_n[part] = -(p * log_q).sum(-1)
-                slope = log_q.exp_().sub_(p)
-            else:
-                following = wanted.next_n[part].unsqueeze(1)
-                loss_n[part] = -log_q.gather(1, following).squeeze(1)
-                slope = log_q.exp_()
-                slope.scatter_add_(1, following, slope.new_full((len(slope), 1), -1.0))
+            frozen_cV = logits_cV = target.logits(hidden_nH[part])
+            if added:
+                code, weight, bias = (t.to(logits_cV.dtype) for t in (added[0][part], *added[1:]))
+                logits_cV = torch.addmm(bias, code, weight.T).add_(frozen_cV)
+            loss_n[part], guess_n[part], slope_cV = _slope(target, wanted, part, logits_cV.to(wide))
+            if added:
+                narrow = slope_cV.to(logits_cV.dtype)
+                slopes[1][part] = (narrow @ weight).to(slopes[1].dtype)
+                slopes[2] += narrow.T @ code
+                slopes[3] += slope_cV.sum(0)
             if target.final_softcap is not None:
-                slope.mul_(1 - (logits_cV.to(wide) / target.final_softcap) ** 2)
-            gradient_nH[part] = (slope * wanted.weight_n[part].unsqueeze(1)).to(hidden_nH.dtype) @ target.head_weight
-        ctx.save_for_backward(gradient_nH)
+                slope_cV.mul_(1 - (frozen_cV.to(wide) / target.final_softcap) ** 2)
+            slopes[0][part] = slope_cV.to(hidden_nH.dtype) @ target.head_weight
+        ctx.save_for_backward(*slopes)
         ctx.mark_non_differentiable(loss_n, guess_n)
         return (loss_n * wanted.weight_n).sum(), loss_n, guess_n
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (gradient_nH,) = ctx.saved_tensors
-        return gradient_nH * gradients[0].to(gradient_nH.dtype), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(slope * gradients[0].to(slope.dtype) for slope in ctx.saved_tensors)
 
 
-def frozen_head_loss(hidden_nH: Tensor, target: Target, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    """(the weighted sum [], each slot's cross-entropy [n], each slot's arg-max [n]) of final normed states."""
-    loss, loss_n, guess_n = _FrozenHead.apply(hidden_nH, target, wanted)
+def _slope(target: Target, wanted: Wanted, part: slice, logits_cV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cross-entropy and arg-max of a chunk's slots [c], and the weighted loss's gradient by their logits [c, V]."""
+    log_q = logits_cV.log_softmax(-1)
+    guess_c = log_q.argmax(-1)
+    if wanted.soft:
+        first, last = wanted.teacher[part.start], wanted.teacher[part.stop - 1]
+        p = target.logits(wanted.final_mH[first : last + 1]).to(log_q.dtype).softmax(-1)
+        p = p.index_select(0, wanted.teacher_n[part] - first)
+        loss_c = -(p * log_q).sum(-1)
+        slope_cV = log_q.exp_().sub_(p)
+    else:
+        following = wanted.next_n[part].unsqueeze(1)
+        loss_c = -log_q.gather(1, following).squeeze(1)
+        slope_cV = log_q.exp_()
+        slope_cV.scatter_add_(1, following, slope_cV.new_full((len(slope_cV), 1), -1.0))
+    return loss_c, guess_c, slope_cV.mul_(wanted.weight_n[part].unsqueeze(1))
+
+
+def head_loss(
+    target: Target, wanted: Wanted, hidden_nH: Tensor, added: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the weighted sum [], each slot's cross-entropy [n], each slot's arg-max [n]) of final normed states under the
+    target's head, which is frozen. `added`: code [n, r], weight [V, r] and bias [V] of learned logits besides."""
+    loss, loss_n, guess_n = _Head.apply(target, wanted, hidden_nH, *(added or ()))
     return loss, loss_n, guess_n

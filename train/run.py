@@ -59,6 +59,10 @@ class Family:
     def check(self, recipe: Recipe, source: Source | None) -> None:
         """Refuse what can be refused before anything loads; `source` is None in a dry run alone."""
 
+    def hashes(self, recipe: Recipe) -> dict[str, str]:
+        """Of what else a run starts from."""
+        return {}
+
     def cost(self, recipe: Recipe, prompts: int) -> str:
         raise NotImplementedError
 
@@ -80,7 +84,7 @@ def main(recipe: Recipe, family: Family) -> None:
     prompts = load_prompts(recipe.eval.prompts, recipe.eval.limit)
     costs, source = check(recipe)
     harness.check_matrix(recipe, source, prompts)
-    refuse_other_run(folder, run_identity(recipe, family.part, **hashes(source)))
+    refuse_other_run(folder, run_identity(recipe, family.part, **hashes(source), **family.hashes(recipe)))
     family.check(recipe, source)
     if source is not None:
         harness.check_prompts(source, load_tokenizer(source, recipe.target.trust_remote_code), recipe, prompts)
@@ -201,7 +205,7 @@ def _version(package: str) -> str:
 
 def identify(recipe: Recipe, family: Family, source: Source, prepared: Prepared) -> dict[str, str]:
     prepared_hashes = {"data.hash": str(prepared.report["hash"]), "vocabulary.hash": prepared.vocab.hash()}
-    return run_identity(recipe, family.part, **hashes(source), **prepared_hashes)
+    return run_identity(recipe, family.part, **hashes(source), **family.hashes(recipe), **prepared_hashes)
 
 
 def export(

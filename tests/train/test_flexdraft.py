@@ -11,14 +11,17 @@ from models.flexdraft import FlexDraft, FlexDraftConfig
 from models.target import Target
 from recipes.schema import FlexConfig
 from tests.train import tiny_run
+from train import head_loss
 from train.batches import load_batch
 from train.flex_objective import FlexLoss, draw_anchors
 
 SIZE = 4
 
 
-def objective(target: Target, kind: str = "soft", anchors: int = 3, keep_bytes: int = 0) -> FlexLoss:
-    drafter = FlexDraft(FlexDraftConfig.from_target(target, 3, SIZE))
+def objective(
+    target: Target, kind: str = "soft", anchors: int = 3, keep_bytes: int = 0, calibrator: int = 0
+) -> FlexLoss:
+    drafter = FlexDraft(FlexDraftConfig.from_target(target, 3, SIZE, calibrator))
     drafter.init_from_target(target, [torch.arange(20)])
     torch.manual_seed(0)
     with torch.no_grad():
@@ -42,7 +45,7 @@ def naive(loss: FlexLoss, rows: Rows, indices: list[int]) -> tuple[Tensor, list[
         for anchor in draw_anchors(valid, loss.cfg.anchors, (0, 0, r)):
             cache = target.new_cache(1, 128)
             target.prefill(ids[None, : anchor + 1], [anchor + 1], cache)
-            logits = target.logits(drafter.block(target, cache)[0])
+            logits = drafter.logits(target, drafter.block(target, cache), ids[anchor + 1, None])[0]
             for j in range(1, SIZE):
                 if anchor + 1 + j >= len(ids) or len(set(answer[anchor + 1 : anchor + 2 + j].tolist())) != 1:
                     break
@@ -55,9 +58,11 @@ def naive(loss: FlexLoss, rows: Rows, indices: list[int]) -> tuple[Tensor, list[
     return torch.stack(means).sum(), [n / len(t) for n, t in zip(right, terms, strict=True)]
 
 
-@pytest.mark.parametrize("kind", ["soft", "hard"])
-def test_the_loss_is_that_of_each_group_alone_however_rows_are_packed(target: Target, kind: str) -> None:
-    loss, rows = objective(target, kind), tiny_run.rows()
+@pytest.mark.parametrize(("kind", "calibrator"), [("soft", 0), ("hard", 0), ("soft", 6)])
+def test_the_loss_is_that_of_each_group_alone_however_rows_are_packed(
+    target: Target, kind: str, calibrator: int
+) -> None:
+    loss, rows = objective(target, kind, calibrator=calibrator), tiny_run.rows()
     wanted, accuracy = naive(loss, rows, [0, 3, 7, 9])
     for parts in ([[0, 3, 7, 9]], [[9, 0], [], [7, 3]]):
         inputs = [loss.prepare(load_batch(rows, part)) for part in parts]
@@ -69,8 +74,12 @@ def test_the_loss_is_that_of_each_group_alone_however_rows_are_packed(target: Ta
         assert figures["acc"] == pytest.approx(accuracy, abs=1e-4) and figures["simulated_tau"] >= 1
 
 
-def test_the_gradient_is_that_of_plain_cross_entropy(target: Target) -> None:
-    loss = objective(target)
+@pytest.mark.parametrize("calibrator", [0, 6])
+def test_the_gradient_is_that_of_plain_cross_entropy(
+    target: Target, calibrator: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_loss, "CHUNK", 320 * 3)  # three slots at a time
+    loss = objective(target, calibrator=calibrator)
     x = loss.prepare(load_batch(tiny_run.rows(), [3, 5]))
     counts = loss.counts(x)
     loss(x, counts)[0].backward()
@@ -78,9 +87,10 @@ def test_the_gradient_is_that_of_plain_cross_entropy(target: Target) -> None:
     loss.zero_grad()
     hidden = loss.drafter.groups(target, x.keys, x.groups)[x.group_n * SIZE + 1 + x.step_n]
     p = target.logits(x.final_mH).softmax(-1)[x.teacher_n]
-    terms = -(p * target.logits(hidden).log_softmax(-1)).sum(-1)
+    logits = loss.drafter.logits(target, hidden.unsqueeze(1), x.bonus_n).squeeze(1)
+    terms = -(p * logits.log_softmax(-1)).sum(-1)
     (terms * (torch.tensor(loss.weights) / counts)[x.step_n]).sum().backward()
-    assert len(found) == 1 + 4 * 3
+    assert len(found) == 1 + 4 * 3 + (4 if calibrator else 0)
     for name, parameter in loss.drafter.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, atol=1e-6, rtol=1e-4)
 
