@@ -11,6 +11,7 @@ from torch import Tensor
 from eval.matrix import SuccessorMatrix
 from eval.tree import DRAFTER, RETRIEVAL, DraftTree
 from models.cache import KVCache
+from models.target import States
 
 
 class BlockDrafting(Protocol):
@@ -18,10 +19,14 @@ class BlockDrafting(Protocol):
     cache, `part` and `extend` are for."""
 
     cache: KVCache
+    ready: bool  # the next block is drafted already: `block` looks at it, and the host alone changes it
 
     def part(self, rows: slice) -> "BlockDrafting": ...
 
     def extend(self, taps_BTC: Tensor, next_ids_BT: Tensor, counts_B: Tensor, counts: list[int] | None) -> None: ...
+
+    def verify(self, ids_BT: Tensor, cache: KVCache) -> States:
+        """Asked instead of `Target.forward` where settings.parallel: it drafts the next block besides."""
 
     def block(self, length: int) -> tuple[Tensor, Tensor]:
         """The likeliest tokens after the root, the token that was said last, and the log-probability of each [B, L]:

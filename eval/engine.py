@@ -240,7 +240,10 @@ class Engine:
         target = self.target
         ancestors = None if self.proposer.line or tree.size == 1 else tree.ancestors()
         depths = None if ancestors is None else ancestors.sum(2) - 1
-        states = target.forward(tree.tokens, self.cache, depths, ancestors)
+        if self.proposer.forward is not None:
+            states = self.proposer.forward(tree.tokens, self.cache)
+        else:
+            states = target.forward(tree.tokens, self.cache, depths, ancestors)
         logits, chosen = target.logits(states.final_BTH), None
         s = self.settings
         if self.rule is None and (s.temperature == 0 or (logits.is_cuda and s.top_k == 0 and s.top_p >= 1)):

@@ -57,7 +57,7 @@ DEPTHS = {"lookup": 10, "suffix": 40, "talon": 16}  # as published; TALON's has 
 
 def settings_of(decoder: str, e: EvalConfig, **changes: Any) -> Settings:
     """The recipe's settings for one decoder; a line is a tree without branches."""
-    depth = e.chain_length if decoder == "chain" else DEPTHS.get(decoder, e.depth)
+    depth = e.chain_length if decoder in ("chain", "flex") else DEPTHS.get(decoder, e.depth)
     line = decoder in LINES
     policy = sampling_of(e, changes.get("temperature", e.temperature)) if decoder == "chain" else {}
     settings = Settings(
@@ -70,7 +70,8 @@ def settings_of(decoder: str, e: EvalConfig, **changes: Any) -> Settings:
         depth=depth,
         branch=1 if line else e.branch,
         nodes=depth if line else e.nodes,
-        gates=tuple(e.gates) or PUBLISHED_GATES,
+        gates=(e.flex_threshold,) if decoder == "flex" else tuple(e.gates) or PUBLISHED_GATES,
+        parallel=decoder == "flex" and e.flex_mode == "parallel",
         **policy,
     )
     return replace(settings, **changes)
@@ -194,6 +195,9 @@ def describe(settings: Settings) -> str:
         return f"{many}{settings.depth} sampled drafts, {settings.verifier}{biased}"
     if settings.decoder == "chain":
         return f"{settings.depth} draft{'s' if settings.depth > 1 else ''} in a row"
+    if settings.decoder == "flex":
+        mode = "parallel" if settings.parallel else "sequential"
+        return f"{mode}, at most {settings.depth} drafts in a row, likelier together than {settings.gates[0]:g}"
     if settings.decoder in LINES:
         return f"at most {settings.depth} copied tokens in a row"
     if settings.decoder == "recycle":

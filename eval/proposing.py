@@ -18,11 +18,12 @@ from eval.drafting import GATE_DEPTHS, UNGATED, EagleDrafting, draft_budgets, re
 from eval.matrix import SuccessorMatrix, by_weight, graft, hang, retrieve, template
 from eval.paths import Drawn, draw_paths
 from eval.rules import rule_of
-from eval.settings import GATED, Settings
+from eval.settings import BLOCKED, GATED, Settings
 from eval.talon import talon
 from eval.tree import FIELDS, RETRIEVAL, DraftTree, compact, merged, root_only
+from models.cache import KVCache
 from models.capture import Steps
-from models.target import padded
+from models.target import States, padded
 from recipes.schema import UserError
 
 COPIED = 20  # tokens that `splice` takes from a repeated suffix, at most
@@ -76,6 +77,7 @@ class Proposer:
     peeks = False  # how sure the drafter is of the tokens that it drafted decides which of them are verified
     drafting: EagleDrafting | BlockDrafting | None = None
     matrix: SuccessorMatrix | None = None
+    forward: Callable[[Tensor, KVCache], States] | None = None  # of a line, instead of the target's own
 
     def __init__(self, settings: Settings, roots_B: Tensor, fixed: bool) -> None:
         """`roots` are read in place, round after round. `fixed`: a round's shapes are."""
@@ -209,30 +211,36 @@ class Spliced(Grafted):
 
 
 class Blocked(Proposer):
-    """A block drafter's line of `depth` places: all of it (`chain`), its confident beginning (`prune`), or this and the
-    matrix's guesses in the places behind it (`graft`)."""
+    """A block drafter's line of `depth` places: all of it (`chain`), its confident beginning (`prune`; `flex`, which
+    keeps one draft at least), or this and the matrix's guesses in the places behind it (`graft`)."""
 
     def __init__(self, settings: Settings, roots_B: Tensor, fixed: bool, drafting: BlockDrafting, vocab: int) -> None:
         super().__init__(settings, roots_B, fixed)
-        if settings.decoder not in ("chain", "prune", "graft") or settings.samples:
+        if settings.decoder not in BLOCKED or settings.samples:
             raise UserError(
-                f"decoder={settings.decoder} is not for a drafter of lines. Use chain, prune or graft, greedily"
+                f"decoder={settings.decoder} is not for a drafter of lines. Use {', '.join(BLOCKED)}, greedily"
             )
         self.drafting: BlockDrafting = drafting
         self.matrix = SuccessorMatrix(vocab, roots_B.device) if settings.remembers else None
-        gate = settings.gates[0] if settings.decoder in GATED else 0.0
+        self.forward = drafting.verify if settings.parallel else None
+        gate = settings.gates[0] if settings.decoder in (*GATED, "flex") else 0.0
         self.peeks, self.bar = gate > 0, math.log(gate) if gate else -math.inf
+        self.least = int(settings.decoder == "flex")
+
+    def hear(self, said: list[list[int]]) -> None:
+        self.drafting.ready = self.settings.parallel
 
     def propose(self, steps: Steps, clock: Laps) -> Proposal:
-        tokens, logp = steps.run("block", lambda: self.drafting.block(self.settings.depth))
+        tokens, logp = steps.run(("block", self.drafting.ready), lambda: self.drafting.block(self.settings.depth))
         clock.lap("draft")
-        tree, stage = steps.run("fill", lambda: self.fill(tokens, logp))
+        tree, stage = steps.run(("fill", self.drafting.ready), lambda: self.fill(tokens, logp))
         clock.lap("retrieve")
-        return Proposal(tree, stage, self.merged)
+        return Proposal(tree, stage, self.merged, self.drafting.ready)
 
     def fill(self, tokens_BL: Tensor, logp_BL: Tensor) -> tuple[DraftTree, Tensor]:
         """The line, and each row's stage: its first gate's where the line was cut."""
         kept = confident(logp_BL, self.bar)
+        kept[:, : self.least] = True
         tree = filled(self.roots, tokens_BL, logp_BL, kept, self.matrix)
         return tree if self.fixed else compact(tree), torch.where(kept.all(1), UNGATED, 0)
 

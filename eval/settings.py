@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 from recipes.schema import DRAFTED
 
-LINES = ("chain", "lookup", "suffix")  # what they propose has no branches, but for several sampled paths
+LINES = ("chain", "flex", "lookup", "suffix")  # what they propose has no branches, but for several sampled paths
 CALIBRATED = ("graft", "prune")  # whose gates `eval.calibrate` finds
 GATED = (*CALIBRATED, "splice")  # drafting stops where the drafter is unsure
+BLOCKED = ("chain", "flex", "prune", "graft")  # that a drafter of lines can serve
 PUBLISHED_GATES = (0.15, 0.14, 0.50)  # Graft's own, for Qwen3-8B
 
 
@@ -32,6 +33,7 @@ class Settings:
     paths: int = 1
     draft_temperature: float = 0.0
     draft_top_p: float = 1.0
+    parallel: bool = False  # of `flex`: the next block is drafted while this one is verified
 
     @property
     def drafts(self) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from models.attention import Documents, attend
 from models.cache import KVCache
-from models.linear import Linear
+from models.linear import Linear, linear
 from models.target import AttendFn, Layer, Target
 from recipes.schema import UserError
 
@@ -220,6 +220,32 @@ class FlexDraft(nn.Module):
 
         return self.run(target, positions, attention)
 
+    @torch.no_grad()
+    def verify(self, target: Target, ids_BT: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Decoding, two jobs in one forward: the target's final normed states [B, T, H] of new tokens behind the
+        committed ones, as `Target.forward` writes and says them, and those of a group behind each of these
+        [B, T, block_size, H], which sees the new tokens up to its own."""
+        B, T = ids_BT.shape
+        size, split, device = self.config.block_size, self.config.split_layer, target.device
+        positions = cache.lengths.unsqueeze(1) + torch.arange(T, device=device)
+        behind = (positions.unsqueeze(2) + torch.arange(1, size + 1, device=device)).flatten(1)
+        sight = _Sight(target, cache, positions, behind, size)
+        x = target.embed_tokens(ids_BT)
+        for index, layer in enumerate(target.layers[:split]):
+            x = target.run_layer(layer, index, x, sight.ropes[layer.kind], sight.tokens)
+        y = self.mask.to(x.dtype).expand(B, T * size, -1)
+        for index, (own, layer) in enumerate(zip(self.layers, target.layers[split:], strict=True), split):
+            assert isinstance(own, DraftAttention)
+            gain = layer.norms["input_layernorm"]
+            qkv = linear(target.norm(x, gain), layer.qkv, layer.qkv_bias)
+            mixed = sight.tokens(index, *target.split_heads(qkv, layer.norms, sight.ropes[layer.kind]))
+            qkv = own.project(target.norm(y, gain))
+            heads = target.split_heads(qkv, own.gains(qkv.dtype), sight.mask_ropes[layer.kind])
+            both = linear(mixed, layer.out.weight, layer.out.bias), own.o_proj(sight.masks(index, *heads))
+            x, y = target.finish(layer, torch.cat((x, y), 1), torch.cat(both, 1)).split([T, T * size], 1)
+        final = target.norm(torch.cat((x, y), 1), target.final_norm)
+        return final[:, :T], final[:, T:].unflatten(1, (T, size))
+
     def logits(self, target: Target, states_BLH: Tensor, bonus_B: Tensor) -> Tensor:
         """Of masks' states behind each row's bonus token [B, L, V]: the head's, calibrated where that is learned."""
         logits = target.logits(states_BLH)
@@ -227,6 +253,42 @@ class FlexDraft(nn.Module):
             return logits
         bonus = target.embed(bonus_B).unsqueeze(1).expand_as(states_BLH)
         return logits + self.calibrator(bonus, states_BLH)
+
+
+class _Sight:
+    """What new tokens and the groups behind each of them see in one forward, as attention of a layer."""
+
+    def __init__(self, target: Target, cache: KVCache, positions_BT: Tensor, behind_BR: Tensor, size: int) -> None:
+        self.target, self.cache = target, cache
+        B, T = positions_BT.shape
+        kinds = {la.kind for la in target.layers}
+        last = target.max_positions - 1
+        tables = {kind: target.rope(kind) for kind in kinds}
+        at, far = positions_BT.clamp(max=last), behind_BR.clamp(max=last)
+        self.ropes = {kind: (cos[at], sin[at]) for kind, (cos, sin) in tables.items()}
+        self.mask_ropes = {kind: (cos[far], sin[far]) for kind, (cos, sin) in tables.items()}
+        self._tokens = {kind: target.mask(kind, cache, at, None) for kind in kinds}
+        slot = torch.arange(cache.span(T), device=positions_BT.device)
+        seen = slot <= positions_BT.repeat_interleave(size, 1).unsqueeze(2)  # [B, R, S]
+        group = torch.arange(T, device=slot.device).repeat_interleave(size)
+        own = (group.unsqueeze(1) == group).expand(B, -1, -1)
+        near = behind_BR.unsqueeze(2) - slot < (target.window or 0)
+        self._masks = {
+            kind: torch.cat((seen & near if kind == "sliding_attention" and target.window else seen, own), 2)
+            for kind in kinds
+        }
+
+    def tokens(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        layer = self.target.layers[index]
+        return attend(q, *self.cache.write(index, k, v), self._tokens[layer.kind], layer.scale, layer.softcap)
+
+    def masks(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """After `tokens` of the same layer, whose keys it reads."""
+        layer, wide = self.target.layers[index], self._masks[self.target.layers[index].kind]
+        span = wide.shape[2] - k.shape[2]
+        k = torch.cat((self.cache.keys[index, :, :, :span], k), 2)
+        v = torch.cat((self.cache.values[index, :, :, :span], v), 2)
+        return attend(q, k, v, wide, layer.scale, layer.softcap)
 
 
 def late_keys(target: Target, split: int, ids_T: Tensor, documents: Documents) -> tuple[Keys, Tensor]:

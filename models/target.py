@@ -140,7 +140,7 @@ class Target:
         depths = torch.arange(T, device=self.device).expand(B, T) if depths_BT is None else depths_BT
         start = cache.lengths.unsqueeze(1) if cache is not None else 0
         positions = (depths + start).clamp(max=self.max_positions - 1)
-        masks = {kind: self._mask(kind, cache, positions, ancestors_BTT) for kind in {la.kind for la in self.layers}}
+        masks = {kind: self.mask(kind, cache, positions, ancestors_BTT) for kind in {la.kind for la in self.layers}}
 
         def attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             layer = self.layers[index]
@@ -157,7 +157,7 @@ class Target:
         x = self.embed_tokens(ids_BT)
         states = [x] if 0 in self.taps else []
         for index, layer in enumerate(self.layers):
-            x = self._layer(layer, index, x, ropes[layer.kind], attention)
+            x = self.run_layer(layer, index, x, ropes[layer.kind], attention)
             if index + 1 in self.taps:
                 states.append(x)
         return States(torch.cat(states, -1), self.norm(x, self.final_norm))
@@ -184,7 +184,7 @@ class Target:
         q_gain, k_gain = layer.norms.get("q_norm"), layer.norms.get("k_norm")
         return Heads(self.n_heads, self.n_kv, self.head_dim, layer.scale, self.eps, q_gain, k_gain)
 
-    def _mask(
+    def mask(
         self, kind: str, cache: KVCache | None, positions_BT: Tensor, ancestors_BTT: Tensor | None
     ) -> Tensor | None:
         """[B, T, S] visibility, or None where plain causal attention over the new tokens alone says the same."""
@@ -204,7 +204,7 @@ class Target:
             mask = mask & (positions_BT.unsqueeze(2) - keys_BS.unsqueeze(1) < window)
         return mask
 
-    def _layer(
+    def run_layer(
         self, layer: Layer, index: int, x_BTH: Tensor, rope: tuple[Tensor, Tensor], attention: AttendFn
     ) -> Tensor:
         qkv = linear(self.norm(x_BTH, layer.norms["input_layernorm"]), layer.qkv, layer.qkv_bias)

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-DECODERS = ("ar", "chain", "eagle", "talon", "prune", "recycle", "lookup", "suffix", "graft", "splice")
-DRAFTED = ("chain", "eagle", "talon", "prune", "graft", "splice")  # those that ask a drafter
+DECODERS = ("ar", "chain", "eagle", "talon", "prune", "recycle", "lookup", "suffix", "graft", "splice", "flex")
+DRAFTED = ("chain", "flex", "eagle", "talon", "prune", "graft", "splice")  # those that ask a drafter
 VERIFIERS = (
     "match", "tree", "token", "block", "greedy_block", "spectr", "multipath", "traversal", "promoted", "spectr_gbv"
 )  # fmt: skip
@@ -143,6 +143,8 @@ class EvalConfig:
     nodes: int = 60  # candidates, root not counted
     gates: list[float] = field(default_factory=list)  # after draft depths 1, 2, 6; empty = calibrated, else published
     matrix: str = "warm-5"  # cold | carried | warm-N | FILE.safetensors, which eval.calibrate writes
+    flex_mode: str = "sequential"  # of `flex`: parallel = the next block is drafted while this one is verified
+    flex_threshold: float = 0.01  # of `flex`: drafts are verified until their probabilities' product falls below it
     tune: bool = False  # choose decoder, depth, nodes by a measured cost curve on validation prompts first
     lossless: int = 0  # prompts whose greedy output is checked in fp32 against ar and transformers; 0 = all, -1 = none
     each_epoch: bool = True  # evaluate after each epoch of training

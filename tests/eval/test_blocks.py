@@ -16,7 +16,7 @@ from eval.proposing import Blocked, proposer
 from eval.settings import Settings
 from eval.tree import DRAFTER, RETRIEVAL
 from models.cache import KVCache
-from models.target import Target
+from models.target import States, Target
 from recipes.schema import UserError
 from tests.eval.trees import path_set
 from tests.tiny import tiny_drafter
@@ -32,6 +32,11 @@ class Oracle:
 
     def __init__(self, answers: list[list[int]], cache: KVCache, texts: list[list[int]], rows: slice) -> None:
         self.answers, self.cache, self.texts, self.rows = answers, cache, texts, rows
+
+    ready = False
+
+    def verify(self, ids_BT: Tensor, cache: KVCache) -> States:
+        raise NotImplementedError
 
     def part(self, rows: slice) -> "Oracle":
         for row in range(rows.start, rows.stop):

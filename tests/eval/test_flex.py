@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from eval.decode import decode
 from eval.drafters import fitted
+from eval.engine import Engines
 from eval.plan import settings_of
 from eval.settings import Settings
 from models.attention import Documents
@@ -19,6 +21,7 @@ from recipes.schema import EvalConfig, Recipe, TargetConfig, UserError
 from tests.tiny import tiny_model_folder
 
 SIZE = 5
+GREEDY: dict[str, Any] = {"draft_temperature": 0.0, "verifier": "match"}
 PROMPTS = [[3, 9, 27, 81, 243], [5] * 11, [7, 8, 9]]
 
 
@@ -32,7 +35,7 @@ def make(folder: Path, family: str = "llama") -> tuple[Target, FlexDraft]:
     text = torch.tensor(PROMPTS[0] + decode(target, None, PROMPTS[:1], settings("ar")).rows[0].tokens)
     documents = Documents([len(text)], target.device)
     keys, _ = late_keys(target, drafter.config.split_layer, text, documents)
-    groups = Groups(documents, [range(4, len(text) - SIZE)], SIZE)
+    groups = Groups(documents, [range(4, len(text) - SIZE, 2)], SIZE)
     optimizer = torch.optim.AdamW(drafter.parameters(), 1e-2)
     for _ in range(15):
         logits = target.logits(drafter.groups(target, keys, groups))
@@ -43,27 +46,72 @@ def make(folder: Path, family: str = "llama") -> tuple[Target, FlexDraft]:
     return target, drafter.eval()
 
 
-def settings(decoder: str, **changes: object) -> Settings:
+def settings(decoder: str, **changes: Any) -> Settings:
     e = EvalConfig(max_new_tokens=24, chain_length=SIZE - 1, depth=SIZE - 1, nodes=8)
     return replace(settings_of(decoder, e), **changes)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
-@pytest.mark.parametrize("decoder", ["chain", "prune", "graft"])
-def test_greedy_outputs_are_plain_decodings(tmp_path: Path, family: str, decoder: str) -> None:
+def test_greedy_outputs_are_plain_decodings(tmp_path: Path, family: str) -> None:
     target, drafter = make(tmp_path, family)
     plain = decode(target, None, PROMPTS, settings("ar"))
-    flex = decode(target, drafter, PROMPTS, settings(decoder, gates=(0.01, 0.0, 0.0)))
-    assert [row.tokens for row in flex.rows] == [row.tokens for row in plain.rows]
-    assert flex.rows[0].accepted > 3 and all(len(row.positions_offered) <= SIZE - 1 for row in flex.rows)
+    kinds = [settings(name, gates=(0.01, 0.0, 0.0)) for name in ("chain", "prune", "graft", "flex")]
+    for kind in [*kinds, settings("flex", parallel=True)]:
+        flex = decode(target, drafter, PROMPTS, kind)
+        assert [row.tokens for row in flex.rows] == [row.tokens for row in plain.rows]
+        assert flex.rows[0].accepted > 3 and all(len(row.positions_offered) <= SIZE - 1 for row in flex.rows)
 
 
-def test_sampled_outputs_are_plain_decodings_draws(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("decoder", "parallel"), [("chain", False), ("flex", False), ("flex", True)])
+def test_sampled_outputs_are_plain_decodings_draws(tmp_path: Path, decoder: str, parallel: bool) -> None:
     """Sample-and-match: the target's draws are those of (seed, row, position), so that the texts are the same."""
     target, drafter = make(tmp_path)
     plain = decode(target, None, PROMPTS, settings("ar", temperature=1.0))
-    flex = decode(target, drafter, PROMPTS, settings("chain", temperature=1.0, draft_temperature=0.0, verifier="match"))
+    flex = decode(target, drafter, PROMPTS, settings(decoder, temperature=1.0, parallel=parallel, **GREEDY))
     assert [row.tokens for row in flex.rows] == [row.tokens for row in plain.rows]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_parallel_drafts_what_sequential_drafts(tmp_path: Path, family: str, fixed: bool) -> None:
+    """In ragged batches, where prompts take the places of others that ended, with shapes fixed or not."""
+    target, drafter = make(tmp_path, family)
+    both = [settings("flex", parallel=parallel, gates=(0.001,)) for parallel in (False, True)]
+    found = [
+        decode(target, drafter, PROMPTS * 2, kind, row_ids=[*range(6)], slots=2, engines=Engines(fixed))
+        for kind in both
+    ]
+    for one, other in zip(*(decoded.rows for decoded in found), strict=True):
+        assert one.accepted_per_round == other.accepted_per_round
+        assert one.drafted_depth_per_round == other.drafted_depth_per_round
+    assert sum(row.accepted for row in found[0].rows) > 6
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+def test_a_parallel_forward_says_what_the_target_says_and_no_group_sees_past_its_candidate(
+    tmp_path: Path, family: str
+) -> None:
+    target, drafter = make(tmp_path, family)
+    prompt, candidates = torch.tensor([[3, 9, 27, 81], [5, 5, 9, 2]]), torch.tensor([[7, 8, 9], [11, 12, 13]])
+    lengths = [4, 3]
+
+    def ran(tokens: torch.Tensor, plainly: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        cache = target.new_cache(2, 64)
+        target.prefill(prompt, lengths, cache)
+        if plainly:
+            return target.forward(tokens, cache).final_BTH, cache.keys, cache.values
+        final, groups = drafter.verify(target, tokens, cache)
+        return final, groups, cache.keys
+
+    final, groups, keys = ran(candidates)
+    plain, plain_keys, _ = ran(candidates, plainly=True)
+    torch.testing.assert_close(final, plain, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(keys, plain_keys, atol=1e-5, rtol=1e-5)
+    for changed in range(3):
+        other = candidates.clone()
+        other[:, changed] += 40
+        moved = (ran(other)[1] - groups).abs().amax((0, 2, 3))
+        assert (moved[:changed] < 1e-5).all() and (moved[changed:] > 1e-3).all()
 
 
 def test_a_ragged_batch_accepts_what_each_row_alone_would(tmp_path: Path) -> None:
