@@ -5,7 +5,7 @@ from dataclasses import replace
 from eval.blocks import BlockDrafting
 from eval.drafting import EagleDrafting
 from eval.flex import FlexDrafting
-from eval.settings import BLOCKED
+from eval.settings import BLOCKED, GROWN
 from models.cache import KVCache
 from models.eagle3 import Eagle3
 from models.flexdraft import FlexDraft
@@ -23,17 +23,17 @@ def drafting_of(drafter: Drafter, target: Target, cache: KVCache, more: int) -> 
 
 
 def fitted(recipe: Recipe, drafter: Drafter | None) -> Recipe:
-    """The recipe as this drafter can serve it: of one that drafts lines, the decoders that want trees are left out,
-    with their tuner, and no draft is longer than a block."""
+    """The recipe as this drafter can serve it. For one that drafts lines, decoders that want trees are left out, with
+    their tuner, `flex` stands for EAGLE's own, and no draft is longer than a block; for others `flex` is left out."""
+    e, lines = recipe.eval, isinstance(drafter, FlexDraft)
+    served = BLOCKED if lines else GROWN
+    if drafter is not None and recipe.decoder in DRAFTED and recipe.decoder not in served:
+        kind = "drafts lines" if lines else "is no FlexDraft"
+        raise UserError(f"decoder={recipe.decoder} is not for this drafter, which {kind}. Use {', '.join(served)}")
+    names = ["flex" if name == "eagle" and lines else name for name in e.decoders]
+    names = [name for name in dict.fromkeys(names) if name not in DRAFTED or name in served]
     if not isinstance(drafter, FlexDraft):
-        if "flex" in (recipe.decoder, *recipe.eval.decoders) and drafter is not None:
-            raise UserError(
-                "decoder flex decodes with a FlexDraft drafter (train/flexdraft.py), and this one is EAGLE-3's"
-            )
-        return recipe
-    if recipe.decoder in DRAFTED and recipe.decoder not in BLOCKED:
-        raise UserError(f"decoder={recipe.decoder} drafts trees, and this drafter lines. Use {', '.join(BLOCKED)}")
-    e, most = recipe.eval, drafter.config.block_size - 1
-    kept = [name for name in e.decoders if name not in DRAFTED or name in BLOCKED]
+        return replace(recipe, eval=replace(e, decoders=names))
+    most = drafter.config.block_size - 1
     length, depth = min(e.chain_length, most), min(e.depth, most)
-    return replace(recipe, eval=replace(e, decoders=kept, tune=False, chain_length=length, depth=depth))
+    return replace(recipe, eval=replace(e, decoders=names, tune=False, chain_length=length, depth=depth))

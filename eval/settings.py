@@ -7,7 +7,8 @@ from recipes.schema import DRAFTED
 LINES = ("chain", "flex", "lookup", "suffix")  # what they propose has no branches, but for several sampled paths
 CALIBRATED = ("graft", "prune")  # whose gates `eval.calibrate` finds
 GATED = (*CALIBRATED, "splice")  # drafting stops where the drafter is unsure
-BLOCKED = ("chain", "flex", "prune", "graft")  # that a drafter of lines can serve
+BLOCKED = ("chain", "flex", "prune", "graft")  # what a drafter of lines can serve
+GROWN = tuple(name for name in DRAFTED if name != "flex")  # what one of trees can
 PUBLISHED_GATES = (0.15, 0.14, 0.50)  # Graft's own, for Qwen3-8B
 
 

@@ -84,8 +84,8 @@ def main(recipe: Recipe, family: Family) -> None:
     prompts = load_prompts(recipe.eval.prompts, recipe.eval.limit)
     costs, source = check(recipe)
     harness.check_matrix(recipe, source, prompts)
-    refuse_other_run(folder, run_identity(recipe, family.part, **hashes(source), **family.hashes(recipe)))
     family.check(recipe, source)
+    refuse_other_run(folder, run_identity(recipe, family.part, **hashes(source), **family.hashes(recipe)))
     if source is not None:
         harness.check_prompts(source, load_tokenizer(source, recipe.target.trust_remote_code), recipe, prompts)
     if source is None or recipe.dry_run:  # None in a dry run alone

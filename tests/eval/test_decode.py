@@ -270,7 +270,7 @@ def test_bfloat16_decodes_and_keeps_its_books(target: Target, prompts: list[list
 
 
 def test_decoder_names() -> None:
-    assert {settings.decoder for settings in SETTINGS} == set(DECODERS)
+    assert {settings.decoder for settings in SETTINGS} == set(DECODERS) - {"flex"}  # tests/eval/test_flex.py
     assert len({name(s) for s in SETTINGS}) == len(SETTINGS)
 
 

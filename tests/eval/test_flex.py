@@ -18,7 +18,7 @@ from models.flexdraft import FlexDraft, FlexDraftConfig, Groups, late_keys
 from models.target import Target, load_target
 from recipes.files import read_json, write_json
 from recipes.schema import EvalConfig, Recipe, TargetConfig, UserError
-from tests.tiny import tiny_model_folder
+from tests.tiny import tiny_drafter, tiny_model_folder
 
 SIZE = 5
 GREEDY: dict[str, Any] = {"draft_temperature": 0.0, "verifier": "match"}
@@ -175,9 +175,13 @@ def test_another_targets_drafter_is_refused(tmp_path: Path) -> None:
         check_flexdraft(tmp_path / "out", target)
 
 
-def test_decoders_of_trees_are_left_out_and_refused_by_name(tmp_path: Path) -> None:
-    _, drafter = make(tmp_path)
-    recipe = fitted(Recipe(eval=EvalConfig(decoders=["ar", "chain", "eagle", "graft", "lookup"])), drafter)
-    assert recipe.eval.decoders == ["ar", "chain", "graft", "lookup"] and recipe.eval.chain_length == SIZE - 1
-    with pytest.raises(UserError, match="decoder=eagle drafts trees"):
-        fitted(Recipe(decoder="eagle"), drafter)
+def test_decoders_that_it_cannot_serve_are_left_out_and_refused_by_name(tmp_path: Path) -> None:
+    target, drafter = make(tmp_path)
+    recipe = Recipe(eval=EvalConfig(decoders=["ar", "chain", "eagle", "graft", "lookup", "flex"]))
+    mine = fitted(recipe, drafter).eval
+    assert mine.decoders == ["ar", "chain", "flex", "graft", "lookup"] and mine.chain_length == SIZE - 1
+    assert fitted(recipe, tiny_drafter(target)).eval.decoders == ["ar", "chain", "eagle", "graft", "lookup"]
+    with pytest.raises(UserError, match="decoder=talon is not for this drafter, which drafts lines"):
+        fitted(Recipe(decoder="talon"), drafter)
+    with pytest.raises(UserError, match="decoder=flex is not for this drafter, which is no FlexDraft"):
+        fitted(Recipe(decoder="flex"), tiny_drafter(target))

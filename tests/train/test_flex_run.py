@@ -1,0 +1,157 @@
+"""FlexDraft's entry points, from a prompt file to a measured drafter and its calibrator, on a tiny random target."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.flex_layout import check_flexdraft, load_flexdraft
+from models.target import Target
+from recipes.files import read_json, write_json
+from recipes.loading import load
+from recipes.schema import Recipe, UserError
+from tests.train import tiny_run
+from tests.train.reading import curve
+from tests.train.test_eagle import prompts
+from tests.train.test_flexdraft import objective
+from train import calibrator, flexdraft
+from train.checkpoint import Store
+from train.cost import calibrator_cost, flexdraft_cost
+from train.loop import make_accelerator
+
+
+@pytest.fixture(scope="module")
+def arguments(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("files")
+    recipe = folder / "tiny.yaml"
+    recipe.write_text(
+        f"""
+target: {{path: {model_folder}}}
+data:
+  sources: {{mine: {{kind: file, path: {prompts(folder / "training.jsonl", 12, 0)}}}}}
+  max_length: 96
+  answer_tokens: 16
+  drop_loops: false
+  validation_rows: 2
+  cache: {folder / "cache"}
+flex: {{layers: 3, block_size: 4, anchors: 3, calibrator_rank: 8}}
+train: {{batch_tokens: 400, micro_batch_tokens: 200, learning_rate: 1.0e-3, log_every: 1, tracker: none}}
+eval: {{prompts: {prompts(folder / "report.jsonl", 2, 11)}, max_new_tokens: 12, matrix: cold, lossless: 0}}
+"""
+    )
+    return [f"recipe={recipe}"]
+
+
+def recipe(arguments: list[str], run_dir: Path, *more: str) -> Recipe:
+    return load([*arguments, f"run_dir={run_dir}", *more])
+
+
+@pytest.fixture(scope="module")
+def run_dir(arguments: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    flexdraft.main(recipe(arguments, folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def calibrated(arguments: list[str], run_dir: Path) -> Path:
+    folder = run_dir.parent / "calibrated"
+    calibrator.main(recipe(arguments, folder, f"flexdraft={run_dir}"))
+    return folder
+
+
+def test_a_run_ends_in_a_measured_drafter_that_loads(run_dir: Path, target: Target) -> None:
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert [row["decoder"] for row in summary["decoders"]] == ["ar", "chain", "graft", "flex"]
+    assert len(curve(run_dir, "simulated_tau")) == summary["steps"] and curve(run_dir, "validation_tau")
+    results = run_dir / "eval" / f"step-{summary['best_step']}"
+    overall = json.loads((results / "results-flex.json").read_text())["overall"]
+    assert overall["lossless"] == {"checked": 2, "identical": 2, "near_ties": 0} and overall["tau"] >= 1
+    drafter = load_flexdraft(run_dir / "drafter", target)
+    for name, tensor in Store(run_dir).model(summary["best_step"]).items():
+        assert torch.equal(drafter.state_dict()[name], tensor)
+    page = (run_dir / "drafter" / "README.md").read_text()
+    assert page.count("EAGLE") == 0 and "# FlexDraft drafter for" in page and "No engine reads" in page
+
+
+def test_a_changed_recipe_is_refused(arguments: list[str], run_dir: Path) -> None:
+    with pytest.raises(UserError, match=r"flex\.anchors: was 3, now 5"):
+        flexdraft.main(recipe(arguments, run_dir, "flex.anchors=5"))
+
+
+def test_the_calibrator_alone_is_fitted_and_belongs_to_its_masks(
+    run_dir: Path, calibrated: Path, target: Target
+) -> None:
+    before, after = (load_flexdraft(folder / "drafter", target) for folder in (run_dir, calibrated))
+    assert before.calibrator is None and after.calibrator is not None
+    assert all(torch.equal(after.state_dict()[name], tensor) for name, tensor in before.state_dict().items())
+    assert after.calibrator.outer.weight.abs().max() > 0
+    folder = calibrated / "drafter"
+    papers = read_json(folder / "provenance.json", "x")
+    model = folder / "model.safetensors"
+    own = model.read_bytes()
+    try:
+        model.write_bytes(own[:-1] + bytes([own[-1] ^ 1]))
+        with pytest.raises(UserError, match=r"calibrator\.safetensors was fitted for another drafter"):
+            check_flexdraft(folder, target)
+        model.write_bytes(own)
+        write_json(folder / "provenance.json", papers | {"fingerprint": "other"})
+        with pytest.raises(UserError, match=r"calibrator\.safetensors was fitted for another target"):
+            check_flexdraft(folder, None)
+    finally:
+        model.write_bytes(own)
+        write_json(folder / "provenance.json", papers)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "flexdraft=RUN_DIR is missing"),
+        (["flexdraft=nowhere"], "no FlexDraft drafter there"),
+        (["flexdraft={run}", "flex.block_size=8"], "trained in blocks of 4: give flex.block_size=4"),
+        (["flexdraft={run}", "run_dir={run}"], "is the run that is gone on from"),
+    ],
+)
+def test_a_calibrator_of_nothing_or_of_other_masks_is_refused(
+    arguments: list[str], run_dir: Path, tmp_path: Path, given: list[str], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        calibrator.main(recipe(arguments, tmp_path / "none", *(text.format(run=run_dir) for text in given)))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [("flex.layers=9", "flex.layers=9 is out of range: this target has 8 layers"), ("flex.block_size=1", "from 2")],
+)
+def test_what_the_target_cannot_be_is_refused_before_weights_load(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, words: str
+) -> None:
+    monkeypatch.setattr("train.run.load_target", None)
+    with pytest.raises(UserError, match=words):
+        flexdraft.main(recipe(arguments, tmp_path / "none", given))
+
+
+def test_an_interrupted_run_ends_where_the_whole_one_does(target: Target, tmp_path: Path) -> None:
+    ended = []
+    for name, stops in (("whole", [0]), ("parts", [3, 0])):
+        (tmp_path / name).mkdir()
+        for stop in stops:
+            accelerator = make_accelerator(torch.device("cpu"), 0.5)
+            parts = (tiny_run.recipe(save_every=3), objective(target), tiny_run.rows(), accelerator, tmp_path / name)
+            loop = tiny_run.StoppingLoop(*parts)
+            loop.stop_after = stop
+            try:
+                loop.run(tiny_run.IDENTITY, None, {})
+            except tiny_run.Stop:
+                continue
+        ended.append(loop.objective.drafter.state_dict())
+    assert all(torch.equal(tensor, ended[1][name]) for name, tensor in ended[0].items())
+
+
+def test_parameters_are_counted_right(arguments: list[str], target: Target, tmp_path: Path) -> None:
+    given = recipe(arguments, tmp_path)
+    count = sum(p.numel() for p in objective(target).drafter.parameters())
+    assert f"drafter: {count:,} trained parameters" in flexdraft_cost(given, 10)
+    whole = sum(p.numel() for p in objective(target, calibrator=8).drafter.parameters())
+    assert f"drafter: {whole - count:,} trained parameters" in calibrator_cost(given, 10)
