@@ -11,6 +11,7 @@ from recipes.schema import DECODERS, DTYPES, KINDS, VERIFIERS, Recipe, SourceCon
 CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "target.dtype": DTYPES,
+    "target.shard": ("auto", "always", "never"),
     "data.dtype": DTYPES,
     "eval.dtype": DTYPES,
     "eagle.init_vocab": ("keep", "replace"),

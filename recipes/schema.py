@@ -28,6 +28,7 @@ class TargetConfig:
     sha256: str = ""  # of the GGUF file; refused when it differs; empty = not checked
     taps: list[int] = field(default_factory=list)  # h[L] numbering; empty = [2, n // 2, n - 3]
     dtype: str = "auto"  # auto = bfloat16 on a GPU, float32 on a CPU
+    shard: str = "auto"  # each process of a training keeps a part of it: always | never | auto = under ZeRO-3
     template_args: dict[str, Any] = field(default_factory=dict)  # passed to the chat template, recorded with the run
     trust_remote_code: bool = False
 

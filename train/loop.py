@@ -1,12 +1,12 @@
-"""The training loop every drafter family shares: one device, DDP or DeepSpeed ZeRO-1/2, the same figures from each.
+"""The training loop every drafter family shares: one device, DDP or DeepSpeed ZeRO, the same figures from each.
 
 A family brings an Objective (train/objective.py) and its rows; the loop brings batches, normalisation over the whole
 optimiser step, the schedule, clipping, checkpoints, metrics and the progress line.
 """
 
+import copy
 import gc
 import math
-import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -24,43 +24,14 @@ from torch import Tensor
 
 from data_prep.rows import Rows
 from recipes.schema import Recipe, TrainConfig, UserError
+from train.backend import gather, make_optimizer, offloads, restore_optimizer, zero_stage
 from train.batches import Schedule, Step, Usage, deal, load_batch
-from train.checkpoint import State, Store, gather, restore_optimizer
+from train.checkpoint import State, Store
 from train.objective import Objective
 from train.tracking import Tracking
 
-# Rank 0 prepares data, evaluates and waits for nobody; the others wait for it this long before they call it dead.
-PATIENCE = timedelta(hours=12)
-
-Score = Callable[[int], float | None]  # step -> validation tau; called on the main process after each epoch
-
-
-def make_accelerator(device: torch.device, clip: float) -> Accelerator:
-    """One for the whole process; make it after the target is loaded (ZeRO-3 would partition the target).
-
-    Mixed precision is the objective's own autocast over fp32 parameters, the same under every backend, so accelerate
-    and DeepSpeed are told "no"; clipping is the recipe's, whatever the config file says.
-    """
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    cpu = device.type == "cpu"
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    group = InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=PATIENCE)
-    handlers = [group] if launched > 1 or deepspeed else []  # a group of one process alone is not set up by accelerate
-    accelerator = Accelerator(cpu=cpu and not deepspeed, mixed_precision="no", kwargs_handlers=handlers)
-    if accelerator.num_processes != launched:
-        raise UserError(
-            f"{launched} processes were launched, but each sees {accelerator.num_processes}: they would train apart. "
-            "Launch with one of the files of recipes/accelerate."
-        )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        plugin = accelerator.state.deepspeed_plugin
-        if plugin.zero_stage > 2:
-            raise UserError("DeepSpeed ZeRO-3 is not supported here yet. Use recipes/accelerate/zero2.yaml.")
-        plugin.deepspeed_config["gradient_clipping"] = clip
-        plugin.deepspeed_config["gradient_accumulation_steps"] = 1  # the loop divides by itself
-        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants a number; the loop batches
-    accelerator.gradient_accumulation_steps = 1
-    return accelerator
+# drafter -> validation tau; called after each epoch on every process, and the main one's answer counts
+Score = Callable[[Any], float | None]
 
 
 def learning_rate(step: int, total: int, cfg: TrainConfig) -> float:
@@ -71,19 +42,6 @@ def learning_rate(step: int, total: int, cfg: TrainConfig) -> float:
     progress = (step - warm) / max(1, total - 1 - warm)
     floor = cfg.min_lr
     return cfg.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
-
-
-def make_optimizer(objective: Objective, cfg: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over the drafter's fp32 parameters; gains and biases are not decayed."""
-    trained = [p for p in objective.drafter.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [{"params": trained}]
-    if cfg.weight_decay > 0:
-        groups = [{"params": [p for p in trained if p.dim() > 1]}]
-        groups.append({"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0})
-    betas = (cfg.betas[0], cfg.betas[1])
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]], cfg.learning_rate, betas, weight_decay=cfg.weight_decay
-    )
 
 
 @dataclass
@@ -106,6 +64,8 @@ class Loop:
         self.accelerator, self.run_dir, self.store = accelerator, run_dir, Store(run_dir, objective.vocab)
         self.schedule = Schedule(rows.lengths, recipe.train, recipe.seed)
         self.state, self.window = State(), Window()
+        # what one process can run alone: the drafter itself, or under ZeRO-3, on the main process, a copy of its own
+        self.whole: Any = objective.drafter
         self.bar: Progress | None = None
         self.last: dict[str, Any] = {}  # the newest log line
         self.saved = -1  # step of the newest checkpoint
@@ -120,7 +80,9 @@ class Loop:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             self.store.clean()
-        self.optimizer = make_optimizer(self.objective, self.cfg)
+        if self.accelerator.is_main_process and zero_stage(self.accelerator) == 3:
+            self.whole = copy.deepcopy(self.objective.drafter).cpu()  # the parameters are about to be partitioned
+        self.optimizer = make_optimizer(self.objective, self.cfg, fused=offloads(self.accelerator))
         self.model, self.wrapped = self.accelerator.prepare(self.objective, self.optimizer)
         self.engine = self.model if self.accelerator.distributed_type == DistributedType.DEEPSPEED else None
         if resumed is not None:
@@ -275,15 +237,16 @@ class Loop:
         return self.schedule.ends_epoch(self.state.cursor) and step == self.saved and step not in self.state.scores
 
     def _score(self, score: Score | None, tracking: Tracking | None) -> None:
-        """Measure on the main process, tell the others, and let `best` follow."""
+        """Measure, take the main process's word for it, and let `best` follow."""
         step = self.state.cursor.step
         told: list[float | None] = [None]
-        if self.accelerator.is_main_process and score is not None:
+        if score is not None:
             if self.bar is not None:
                 self.bar.update(self.bar.task_ids[0], status="measuring validation tau")
-            self.objective.eval()
-            told = [score(step)]
-            self.objective.train()
+            told = [score(self._drafter(step))]
+            self.whole.train()
+            if self.whole is not self.objective.drafter:
+                self.whole.cpu()
         value = broadcast_object_list(told)[0]
         if value is not None:
             self.state.scores[step] = value
@@ -293,6 +256,13 @@ class Loop:
                 tracking.log(step, {"validation_tau": value})
                 self._say(f"step {step}: validation tau {value:.3f} (best: step {self.state.best()})")
         self.window = Window()
+
+    def _drafter(self, step: int) -> Any:
+        """Of the checkpoint that was just saved, as one process can run it."""
+        if self.whole is not self.objective.drafter:
+            self.whole.load_state_dict(self.store.model(step))
+            self.whole.to(self.accelerator.device)
+        return self.whole.eval()
 
     def _progress(self) -> Any:
         if not self.accelerator.is_main_process or not Console().is_terminal:

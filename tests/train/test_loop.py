@@ -8,7 +8,8 @@ from models.target import Target
 from recipes.schema import TrainConfig, UserError
 from tests.train import tiny_run
 from tests.train.reading import curve
-from train.loop import learning_rate, make_accelerator, make_optimizer
+from train.backend import make_accelerator, make_optimizer
+from train.loop import learning_rate
 
 
 def test_schedule_warms_up_then_falls_to_its_floor() -> None:
@@ -93,7 +94,7 @@ def test_best_follows_measured_tau_and_every_epoch_is_scored(target: Target, tmp
 
 
 def test_processes_that_do_not_see_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.loop.Accelerator", lambda **_: type("Alone", (), {"num_processes": 1})())
+    monkeypatch.setattr("train.backend.Accelerator", lambda **_: type("Alone", (), {"num_processes": 1})())
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="they would train apart"):
         make_accelerator(torch.device("cpu"), 0.5)
