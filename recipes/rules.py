@@ -31,7 +31,7 @@ AT_MOST = {"depth": 16, "chain_length": 16, "branch": 64, "nodes": 1024, "temper
 AT_LEAST_ZERO = {
     "data.server": ("requests_per_minute",),
     "eagle": ("draft_vocab",),
-    "train": ("max_steps", "weight_decay", "keep_features_mb"),
+    "train": ("max_steps", "weight_decay", "keep_features_mb", "spike"),
     "eval": ("limit", "temperature", "top_k"),
 }
 

@@ -101,6 +101,7 @@ class TrainConfig:
     warmup: float = 0.05  # share of the steps
     min_lr: float = 0.1  # share of learning_rate at the end of the cosine
     clip: float = 0.5
+    spike: float = 3.0  # stop where a step's loss is above so many times the median of the 50 before; 0 = never
     precision: str = "auto"  # auto = bf16 autocast over fp32 masters on a GPU, fp32 on a CPU; fast = bf16 where faster
     save_every: int = 200  # steps; the end of an epoch always saves
     keep: int = 2  # checkpoints kept besides best

@@ -30,7 +30,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 # what may change between a run and its continuation without changing what is learned (but in its last bits, as another
 # number of ranks does: keep_features_mb=0)
 FREE = {"data.cache", "data.slots", "target.shard"}
-FREE |= {f"train.{key}" for key in ("save_every", "keep", "log_every", "tracker", "keep_features_mb")}
+FREE |= {f"train.{key}" for key in ("save_every", "keep", "log_every", "tracker", "keep_features_mb", "spike")}
 LATER = {"target.fingerprint", "target.template", "data.hash", "vocabulary.hash"}  # not in the recipe
 PARTS = ("target", "data", "train", "eagle")
 
@@ -45,6 +45,7 @@ class State:
     optimizer_step: int = 0
     scores: dict[int, float] = field(default_factory=dict)  # measured validation tau by step
     identity: dict[str, str] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)  # what train.guard compares with
 
     def best(self) -> int | None:
         """Step of the highest validation tau; the earlier of equals."""
@@ -122,7 +123,8 @@ class Store:
         raw = read_json(file, "damaged checkpoint, delete its folder")
         try:
             scores = {int(k): float(v) for k, v in raw["scores"].items()}
-            return State(Cursor(**raw["cursor"]), int(raw["optimizer_step"]), scores, dict(raw["identity"]))
+            losses = [float(loss) for loss in raw.get("losses", [])]
+            return State(Cursor(**raw["cursor"]), int(raw["optimizer_step"]), scores, dict(raw["identity"]), losses)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"damaged checkpoint, delete its folder: {file} lacks what it should hold: {error!r}"

@@ -5,6 +5,7 @@ accelerate launch --config_file recipes/accelerate/FIRST.yaml backends.py MODEL_
 """
 
 import json
+import math
 import os
 import signal
 import sys
@@ -107,6 +108,7 @@ def main(folder: Path, plan: list[dict[str, Any]]) -> None:
                 run_dir,
                 stop_after=entry.get("stop_after", 0),
                 identity=identity,
+                spoil={int(step): math.nan for step in entry.get("spoil", [])},
                 **settings,
             )
             assert loop.accelerator.num_processes == 2

@@ -259,8 +259,8 @@ def test_from_any_folder_and_a_mistake_is_one_screen_and_exit_2(arguments: list[
 
 
 def test_two_processes_end_to_end(arguments: list[str], run_dir: Path, tmp_path: Path) -> None:
-    """Rank 0 prepares, evaluates and exports; the curve is that of one process."""
-    launcher = ("-m", "accelerate.commands.launch", "--config_file", f"{ROOT}/recipes/accelerate/ddp.yaml")
+    """Under ZeRO-3 with a sharded target: rank 0 prepares, evaluates and exports; the curve is that of one process."""
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", f"{ROOT}/recipes/accelerate/zero3.yaml")
     done = command(*arguments, "run_dir=two", cwd=tmp_path, launcher=launcher)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     assert curve(tmp_path / "two", "loss") == pytest.approx(curve(run_dir, "loss"), abs=1e-4)

@@ -64,10 +64,15 @@ def test_ddp_and_zero3_with_a_sharded_target_and_a_resume_without(
     tiny_run.run(target, tmp_path / "single", **SHORT)
     half = {"config": "zero3.yaml", "run_dir": tmp_path / "run", "train": SHORT, "shard": True}
     whole = {"config": "ddp.yaml", "run_dir": tmp_path / "ddp", "train": SHORT}
-    plan = [half | {"stop_after": 4}, whole, whole | {"compare": True}, half]
+    spoilt = whole | {"run_dir": tmp_path / "spoilt", "spoil": [3]}
+    plan = [half | {"stop_after": 4}, whole, whole | {"compare": True}, spoilt, half]
     well(launch(model_folder, plan, tmp_path))
     same_curves(tmp_path / "ddp", tmp_path / "single")
     same_curves(tmp_path / "run", tmp_path / "single")
+    # one process met a loss that is no number: all stopped at that step, and the batches of both are kept
+    assert "the loss of step 3 is not a number" in (tmp_path / "spoilt" / "refused").read_text()
+    kept = json.loads((tmp_path / "spoilt" / "stopped" / "step-3" / "step.json").read_text())
+    assert {micro["name"].split("/")[0] for micro in kept["micro_batches"]} == {"rank-0", "rank-1"}
     shutil.rmtree(Store(tmp_path / "run").path(8))
     tiny_run.run(target, tmp_path / "run", **SHORT)
     same_curves(tmp_path / "run", tmp_path / "single")
@@ -131,10 +136,10 @@ def test_kill_9_in_a_save_leaves_a_run_that_resumes(config: str, model_folder: P
     run_dir = tmp_path / "run"
     entry = {"config": config, "run_dir": run_dir, "train": SHORT}
     assert launch(model_folder, [entry | {"kill": True}], tmp_path).returncode != 0
-    assert Store(run_dir).steps() == [4] and list(run_dir.glob("checkpoints/.step-8.*"))
+    assert Store(run_dir).steps() == [4] and list(run_dir.glob("checkpoints/.step-*"))
     well(launch(model_folder, [entry, entry | {"run_dir": tmp_path / "whole"}], tmp_path))
     same_checkpoints(run_dir, tmp_path / "whole", 8)
-    assert not list(run_dir.glob("checkpoints/.step-8.*"))
+    assert not list(run_dir.glob("checkpoints/.step-*"))
 
 
 def test_one_step_leaves_a_rank_without_a_supervised_token() -> None:

@@ -1,11 +1,14 @@
 """A run on a tiny random target with hand-made rows."""
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from data_prep.rows import Rows, make_rows
 from models.eagle3 import Eagle3, Eagle3Config
@@ -64,9 +67,15 @@ class Stop(Exception):
 
 
 class StoppingLoop(Loop):
-    """Ends right after the checkpoint of a given step, as a kill would."""
+    """Ends right after the checkpoint of a given step, as a kill would; shows other losses than it has."""
 
     stop_after = 0
+    spoil: Mapping[int, float] = MappingProxyType({})  # step -> factor, on the last process alone
+
+    def _backward(self, x: Any, counts: Tensor, last: bool) -> tuple[Tensor, Tensor]:
+        loss, sums = super()._backward(x, counts, last)
+        spoilt = self.accelerator.process_index == self.accelerator.num_processes - 1
+        return loss * (self.spoil.get(self.state.cursor.step + 1, 1.0) if spoilt else 1.0), sums
 
     def _save(self) -> None:
         super()._save()
@@ -89,6 +98,7 @@ def run(
     data: Rows | None = None,
     stop_after: int = 0,
     identity: dict[str, str] = IDENTITY,
+    spoil: dict[int, float] | None = None,
     **train: Any,
 ) -> StoppingLoop:
     """One (part of a) run; returns the loop, whose `objective` has been trained."""
@@ -96,7 +106,7 @@ def run(
     keep = 0 if target.sharded else 2**20
     trained = objective(target, keep_bytes=keep)
     loop = StoppingLoop(recipe(**train), trained, data or rows(), accelerator(), run_dir)
-    loop.stop_after = stop_after
+    loop.stop_after, loop.spoil = stop_after, spoil or {}
     try:
         loop.run(identity, None, {})
     except Stop:
