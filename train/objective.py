@@ -179,7 +179,7 @@ class UnrollLoss(Objective):
             index, teacher, following = (t.to(device, non_blocking=True) for t in (index, teacher, following))
             slots.append(Slots(index, teacher, following, len(found) > 0))
         documents = Documents(lengths, device)
-        taps_TC, final_mH, best_m = self.teacher.features(ids_T, teaches_T, documents)
+        taps_TC, final_mH, best_m, _ = self.teacher.features(ids_T, teaches_T, documents)
         ids_T, supervised_ST = (t.to(device, non_blocking=True) for t in (ids_T, supervised_ST))
         return Inputs(ids_T, documents, supervised_ST, taps_TC, final_mH, self.vocab.to_draft(best_m), slots)
 
