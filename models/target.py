@@ -275,9 +275,9 @@ class Target:
         positions_T = documents.positions_T.clamp(max=self.max_positions - 1)
         return self._run(ids_T.unsqueeze(0), positions_T.unsqueeze(0), attention)
 
-    def logits(self, final: Tensor, kept_ids: Tensor | None = None) -> Tensor:
-        """[..., H] -> [..., V], or the columns of `kept_ids` alone."""
-        logits = linear(final, self.head_weight if kept_ids is None else self.head_weight[kept_ids])
+    def logits(self, final: Tensor, head: Tensor | None = None) -> Tensor:
+        """[..., H] -> [..., V], or by some rows of the head alone."""
+        logits = linear(final, self.head_weight if head is None else head)
         return logits if self.final_softcap is None else self.final_softcap * torch.tanh(logits / self.final_softcap)
 
     def embed(self, ids: Tensor) -> Tensor:
