@@ -102,11 +102,10 @@ def train(recipe: Recipe, folder: Path, source: Source, prompts: list[Prompt]) -
             print(warm_start.describe(recipe, source, prepared), flush=True)
         Store(folder, prepared.vocab).resume(identity)  # refuses another run before anything of this one is written
         begin(recipe, folder, source, prepared)
-    steps, decay = recipe.eagle.unroll_steps, recipe.eagle.step_decay
     bf16 = use_bf16(recipe, device)
     teacher = loader(recipe, target)(torch.bfloat16) if bf16 and device.type == "cpu" else target
     keep = 0 if target.sharded else kept_features(recipe)  # a rank that skips a forward would leave the others waiting
-    objective = UnrollLoss(drafter, teacher, prepared.vocab, steps, decay, bf16, keep)
+    objective = UnrollLoss(drafter, teacher, prepared.vocab, recipe.eagle, bf16, keep, recipe.train.recompute)
     loop = Loop(recipe, objective, prepared.train, accelerator, folder)
 
     def score(drafter: Eagle3) -> float | None:

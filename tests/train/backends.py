@@ -75,7 +75,7 @@ def compare(cfg: TargetConfig) -> None:
         packed = target.packed_features(ids, documents)
         found = [packed.taps_BTC, packed.final_BTH, target.logits(packed.final_BTH), target.embed(ids)]
         kept = torch.arange(0, tiny_run.VOCAB, 3)
-        return [*found, target.logits(packed.final_BTH, kept), target.head_weight.clone()]
+        return [*found, target.logits(packed.final_BTH, target.head_weight[kept]), target.head_weight.clone()]
 
     def answer(target: Target) -> list[list[int]]:
         prompts = [ids[:9].tolist(), ids[:5].tolist()]
