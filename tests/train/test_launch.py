@@ -4,8 +4,10 @@ checkpoints."""
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +27,13 @@ SHORT: dict[str, Any] = {"max_steps": 8, "save_every": 4, "epochs": 1}
 TWENTY: dict[str, Any] = {"max_steps": 20, "save_every": 10, "epochs": 1}
 
 
-def launch(model: Path, plan: list[dict[str, Any]], folder: Path) -> subprocess.CompletedProcess[str]:
+def launch(model: Path, plan: list[dict[str, Any]], folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
     """The plan of tests/train/backends.py, started by `accelerate launch` with the file of its first entry."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment = {k: v for k, v in environment.items() if not k.startswith("ACCELERATE_")}
     (folder / "plan.json").write_text(json.dumps(plan, default=str))
     first = f"{ROOT}/recipes/accelerate/{plan[0]['config']}"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", first]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", first, *more]
     command += [backends.__file__, str(model), str(folder / "plan.json")]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, timeout=600)
 
@@ -128,6 +130,34 @@ def test_a_sharded_target_of_any_family_says_what_the_whole_one_does(tmp_path: P
     folders = {family: tiny_model_folder(tmp_path / family, family) for family in families}
     plan = [{"config": "ddp.yaml", "run_dir": tmp_path, "model": str(f), "compare": True} for f in folders.values()]
     well(launch(folders["qwen3"], plan, tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp.yaml", "zero3.yaml"])
+def test_two_machines(config: str, target: Target, model_folder: Path, tmp_path: Path) -> None:
+    """The README's line for several machines, which are both this one."""
+    tiny_run.run(target, tmp_path / "single", **SHORT)
+    plan = [{"config": config, "run_dir": tmp_path / "run", "train": SHORT, "shard": True}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    words = [
+        "--num_machines",
+        "2",
+        "--num_processes",
+        "2",
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        port,
+    ]
+    with ThreadPoolExecutor(2) as machines:
+        both = [
+            machines.submit(launch, model_folder, plan, tmp_path, *words, "--machine_rank", str(r)) for r in range(2)
+        ]
+    for one in both:
+        well(one.result())
+    same_curves(tmp_path / "run", tmp_path / "single")
 
 
 @pytest.mark.slow
