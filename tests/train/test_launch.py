@@ -92,7 +92,14 @@ def test_every_backend_trains_the_same_and_resumes_to_the_bit(
         entry = {"config": config, "train": TWENTY, "run_dir": tmp_path / config}
         parts = entry | {"run_dir": tmp_path / f"parts-{config}"}
         plan += [entry, parts | {"stop_after": 10}, parts | {"identity": other}, parts]
-    well(launch(model_folder, plan, tmp_path))
+    again = {
+        "config": "zero3.yaml",
+        "run_dir": tmp_path / "again",
+        "train": TWENTY | {"recompute": True},
+        "shard": True,
+    }
+    well(launch(model_folder, [*plan, again], tmp_path))
+    same_curves(tmp_path / "again", tmp_path / "single")
     for config in CONFIGS:
         same_curves(tmp_path / config, tmp_path / "single")
         same_checkpoints(tmp_path / config, tmp_path / f"parts-{config}", 20)

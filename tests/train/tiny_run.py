@@ -109,6 +109,7 @@ def run(
     run_dir.mkdir(exist_ok=True)
     keep = 0 if target.sharded else 2**20
     trained = objective(target, keep_bytes=keep)
+    trained.recompute = bool(train.get("recompute"))
     loop = StoppingLoop(recipe(**train), trained, data or rows(), accelerator(), run_dir)
     loop.stop_after, loop.spoil = stop_after, spoil or {}
     try:
