@@ -1,12 +1,12 @@
 """What a training step costs: ours, SpecForge's where it is installed, and the bare products and attention of the step.
 
     python scripts/bench_train.py [shapes=qwen3-8b] [rows=4] [length=2048] [supervised=all|half] [rounds=10] [warm=3]
-                                  [arms=ours,specforge,products,attention] [sweep=false] [recompute=false] [out=FILE.json]
-                                  [device=auto] [objective=soft_ce] [backend=flex_attention] [specforge_chunked=true]
+        [arms=ours,specforge,products,attention] [sweep=false] [recompute=false] [objective=soft_ce] [device=auto]
+        [backend=flex_attention] [specforge_chunked=true] [dtype=auto] [out=FILE.json]
 
 The target's hidden states are given; a step is everything from them to the changed weights: the teacher's head over its
 full vocabulary, seven unroll steps, backward, clipping, AdamW. On a GPU it computes in bf16 over fp32 masters. All arms
-run in one process, in turn, on the same numbers; medians. Tokens run 8 past the `length` slots that are trained, so that
+run in one process, in turn, on the same numbers; medians. Tokens run 8 past the `length` slots that are trained: then
 each slot counts at each unroll step, in SpecForge's arm too: that is asserted. With supervised=half, prompts and
 answers of 256 to 1024 tokens (an eighth to a half of shorter rows) take turns. `sweep` adds rows of 1 x 8192, 16384 and
 32768 (4, 8 and 16 times `length` for other shapes than qwen3-8b) and shares of supervised tokens.
@@ -274,7 +274,7 @@ def attention(world: World) -> Step:
 
 
 def measure(steps: dict[str, Step], own: dict[str, int], shared: int, rounds: int, warm: int, cuda: bool) -> Any:
-    """Of each arm its median milliseconds a step and its peak memory: what it holds, what all share, what a step adds."""
+    """Of each arm its median milliseconds a step and its peak memory: what it and all arms hold, what a step adds."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     peak = dict.fromkeys(steps, 0)
     for turn in range(warm + rounds):
@@ -327,8 +327,9 @@ def bench(options: dict[str, str], shape: Shape, case: Case, arms: list[str]) ->
 
 def show(result: dict[str, Any]) -> None:
     case, arms = Case(**result["case"]), result["arms"]
-    slots = ", ".join(f"{arm} {sum(counted):,}" for arm, counted in result["slots"].items())
-    print(f"\n{case.rows} x {case.length} tokens, share {case.share:g}; slots of all unroll steps: {slots}")
+    every = STEPS * case.tokens
+    slots = ", ".join(f"{arm} {sum(n):,} ({sum(n) / every:.1%})" for arm, n in result["slots"].items())
+    print(f"\n{case.rows} x {case.length} tokens; slots trained, of all unroll steps: {slots}")
     print(f"{'arm':>12}{'ms':>11}{'tokens/s':>12}{'peak GiB':>10}{'of ours':>9}")
     own = arms.get("ours", {"ms": None})["ms"]
     for arm, f in arms.items():
@@ -356,10 +357,7 @@ def main(argv: list[str]) -> None:
     device, shape = choose_device(options["device"]), SHAPES[options["shapes"]]
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     interpreted = ", kernels interpreted" if os.environ.get("TRITON_INTERPRET") == "1" else ""
-    print(
-        f"{card}{interpreted}, torch {torch.__version__}, shapes {options['shapes']}, {options['objective']}",
-        flush=True,
-    )
+    print(f"{card}{interpreted}, torch {torch.__version__}, shapes {options['shapes']}", flush=True)
     rows, length = int(options["rows"]), int(options["length"])
     cases = [(Case(rows, length, 0.5 if options["supervised"] == "half" else 1.0), arms)]
     if options["sweep"] == "true":
