@@ -316,6 +316,16 @@ def _concatenate(modules: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     return weight, torch.cat([b.data for b in biases]) if biases else None
 
 
+def refuse_nan(logits_BV: Tensor) -> Tensor:
+    """The logits, or UserError where a row has no highest one that is a number: its tokens would be noise."""
+    if not bool(logits_BV.amax(-1).isfinite().all()):
+        raise UserError(
+            "the target's logits are not numbers (NaN or infinity): its weights are damaged, or they overflow in this "
+            "dtype. Try target.dtype=float32 (and data.dtype=float32), or fetch the target again."
+        )
+    return logits_BV
+
+
 def choose_device(name: str = "auto") -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
