@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from models.attention import Documents, attend
 from models.cache import KVCache
 from models.linear import Linear, linear
-from models.target import AttendFn, Layer, Target
+from models.target import AttendFn, Target
+from models.target_weights import Layer
 from recipes.schema import UserError
 
 Keys = dict[int, tuple[Tensor, Tensor]]  # of a late layer, the target's keys and values [1, K, T, D]

@@ -7,17 +7,31 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from recipes.schema import DECODERS, DTYPES, KINDS, VERIFIERS, Recipe, SourceConfig, UserError, did_you_mean
+from recipes.schema import (
+    DECODERS,
+    DTYPES,
+    KINDS,
+    NORMALISERS,
+    OBJECTIVES,
+    VERIFIERS,
+    Recipe,
+    SourceConfig,
+    UserError,
+    did_you_mean,
+)
 
 # What `validate` asks of single keys; rules that join several are in it.
 CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "target.dtype": DTYPES,
+    "target.shard": ("auto", "always", "never"),
     "data.dtype": DTYPES,
     "eval.dtype": DTYPES,
     "eagle.init_vocab": ("keep", "replace"),
     "flex.loss": ("soft", "hard"),
     "eval.flex_mode": ("parallel", "sequential"),
+    "eagle.objective": OBJECTIVES,
+    "eagle.normaliser": NORMALISERS,
     "train.precision": ("auto", "fp32", "bf16", "fast"),
     "train.tracker": ("wandb", "none"),
     "decoder": ("", *DECODERS),
@@ -34,9 +48,9 @@ AT_LEAST_ONE = {
 AT_MOST = {"depth": 16, "chain_length": 16, "branch": 64, "nodes": 1024, "temperature": 10, "paths": 16}  # of eval
 AT_LEAST_ZERO = {
     "data.server": ("requests_per_minute",),
-    "eagle": ("draft_vocab",),
+    "eagle": ("draft_vocab", "lk_decay"),
     "flex": ("layers",),
-    "train": ("max_steps", "weight_decay", "keep_features_mb"),
+    "train": ("max_steps", "weight_decay", "keep_features_mb", "spike"),
     "eval": ("limit", "temperature", "top_k"),
 }
 
@@ -67,6 +81,7 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
         ("train.min_lr", "from 0 to 1", 0 <= t.min_lr <= 1),
         ("train.betas", "two numbers from 0 up to 1", len(t.betas) == 2 and all(0 <= b < 1 for b in t.betas)),
         ("eagle.step_decay", "above 0 and at most 1", 0 < r.eagle.step_decay <= 1),
+        ("eagle.lk_scale", "from 0 to 1", 0 <= r.eagle.lk_scale <= 1),
         ("eagle.norm_before_fc", "false beside eagle.fc_norm", not (r.eagle.norm_before_fc and r.eagle.fc_norm)),
         ("flex.block_size", "from 2 (a mask drafts nothing alone) to 64", 2 <= r.flex.block_size <= 64),
         ("eval.flex_threshold", "from 0 (all drafts) to 1", 0 <= e.flex_threshold <= 1),

@@ -12,7 +12,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from any folder
 
 from data_prep.run import Prepared
-from eval.drafters import Drafter
 from models.flex_layout import check_flexdraft, is_flexdraft, load_flexdraft
 from models.flexdraft import FlexDraft
 from models.source import Source
@@ -24,7 +23,7 @@ from recipes.schema import Recipe, UserError
 from train import run
 from train.cost import calibrator_cost, kept_features
 from train.flex_objective import FlexLoss
-from train.flexdraft import FlexFamily
+from train.flexdraft import FlexFamily, refuse_sharded
 from train.objective import Objective
 
 
@@ -50,7 +49,8 @@ class CalibratorFamily(FlexFamily):
 
     def objective(
         self, recipe: Recipe, target: Target, teacher: Target, prepared: Prepared, bf16: bool
-    ) -> tuple[Objective, Drafter, Prepared]:
+    ) -> tuple[Objective, Prepared]:
+        refuse_sharded(target)
         masks = load_flexdraft(start_of(recipe), target)
         drafter = FlexDraft(replace(masks.config, calibrator_rank=recipe.flex.calibrator_rank)).to(target.device)
         learned = {name: t for name, t in masks.state_dict().items() if not name.startswith("calibrator.")}
@@ -59,7 +59,7 @@ class CalibratorFamily(FlexFamily):
         assert drafter.calibrator is not None
         drafter.calibrator.requires_grad_(True)
         loss = FlexLoss(drafter, teacher, recipe.flex, recipe.seed, bf16, kept_features(recipe))
-        return loss, drafter, prepared
+        return loss, prepared
 
 
 def start_of(recipe: Recipe) -> Path:

@@ -36,13 +36,13 @@ class EagleFamily(run.Family):
 
     def objective(
         self, recipe: Recipe, target: Target, teacher: Target, prepared: Prepared, bf16: bool
-    ) -> tuple[Objective, Drafter, Prepared]:
+    ) -> tuple[Objective, Prepared]:
         drafter, prepared = warm_start.make_drafter(recipe, target, prepared)
         if recipe.eagle.init_from and run.rank() == 0:
             print(warm_start.describe(recipe, target.fingerprint, prepared), flush=True)
-        steps, decay = recipe.eagle.unroll_steps, recipe.eagle.step_decay
-        loss = UnrollLoss(drafter, teacher, prepared.vocab, steps, decay, bf16, kept_features(recipe))
-        return loss, drafter, prepared
+        keep = 0 if target.sharded else kept_features(recipe)  # a rank that skips a forward leaves the others waiting
+        vocab, recompute = prepared.vocab, recipe.train.recompute
+        return UnrollLoss(drafter, teacher, vocab, recipe.eagle, bf16, keep, recompute), prepared
 
     def save(self, drafter: Drafter, folder: Path, papers: dict[str, Any]) -> None:
         """In the portable layout where it can express the drafter."""

@@ -24,6 +24,7 @@ from recipes.schema import FlexConfig
 from train.batches import Batch
 from train.head_loss import Wanted, head_loss
 from train.objective import Objective, step_weights, survival, tau_from_counts
+from train.telemetry import Arithmetic, target_arithmetic
 
 LOSS, SUPERVISED, CORRECT, AT_RISK, SURVIVED = range(5)  # rows of the metric sums [5, S]
 
@@ -164,6 +165,20 @@ class FlexLoss(Objective):
             return None
         code_nr = calibrator.code(self.target.embed(x.bonus_n), hidden_nH)
         return code_nr, calibrator.outer.weight, calibrator.outer.bias
+
+    def arithmetic(self, sums: Tensor, tokens: int, pairs: int) -> Arithmetic:
+        """Of every group's masks: the learned products three times over, the frozen ones twice (their weights have no
+        gradient), the prefix as long as rows are on average."""
+        c, target = self.drafter.config, self.target
+        masks, predicting = int(sums[SUPERVISED, 0]) * c.block_size, int(sums[SUPERVISED].sum())
+        hidden, wide = c.hidden_size, c.num_attention_heads * c.head_dim
+        learned = 2 * hidden * (wide + c.num_key_value_heads * c.head_dim)
+        seen = 2 * wide * (pairs / max(1, tokens) + c.block_size)
+        frozen = 3 * hidden * int(target.config.intermediate_size)
+        layers = c.target_layers - c.split_layer
+        head = predicting * hidden * c.vocab_size
+        work = 2.0 * (layers * masks * (3 * learned + 3 * seen + 2 * frozen) + 2 * head)
+        return Arithmetic(work, target_arithmetic(target, tokens, predicting, pairs))
 
     def metrics(self, sums: Tensor) -> dict[str, Any]:
         """Accuracies are against the row's own tokens, which at temperature 0 are the target's arg-max."""

@@ -20,7 +20,7 @@ from models.flexdraft import FlexDraft, FlexDraftConfig, check_layers
 from models.source import Source
 from models.target import Target
 from recipes.cli import entry
-from recipes.schema import Recipe
+from recipes.schema import Recipe, UserError
 from train import run
 from train.cost import flexdraft_cost, kept_features
 from train.flex_objective import FlexLoss
@@ -41,17 +41,23 @@ class FlexFamily(run.Family):
 
     def objective(
         self, recipe: Recipe, target: Target, teacher: Target, prepared: Prepared, bf16: bool
-    ) -> tuple[Objective, Drafter, Prepared]:
+    ) -> tuple[Objective, Prepared]:
+        refuse_sharded(target)
         cfg = recipe.flex
         rank = cfg.calibrator_rank if cfg.calibrator else 0
         drafter = FlexDraft(FlexDraftConfig.from_target(target, cfg.layers, cfg.block_size, rank)).to(target.device)
         drafter.init_from_target(target, [ids for ids, _ in first_rows(prepared.train)])
         loss = FlexLoss(drafter, teacher, cfg, recipe.seed, bf16, kept_features(recipe))
-        return loss, drafter, prepared
+        return loss, prepared
 
     def save(self, drafter: Drafter, folder: Path, papers: dict[str, Any]) -> None:
         assert isinstance(drafter, FlexDraft)
         save_flexdraft(drafter, folder, papers)
+
+
+def refuse_sharded(target: Target) -> None:
+    if target.sharded:
+        raise UserError("FlexDraft's masks run through layers of the target, whole ones. Use target.shard=never")
 
 
 def first_rows(rows: Rows) -> list[Any]:

@@ -11,11 +11,12 @@ import platform
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -28,6 +29,7 @@ from data_prep.sources import SourceCost
 from eval import harness
 from eval.drafters import Drafter
 from models.card import measured, public, sources, target_licence, write_card
+from models.sharded import led, load_sharded
 from models.source import Source, load_tokenizer
 from models.target import Target, choose_device, choose_dtype, load_target
 from recipes.files import (
@@ -42,9 +44,10 @@ from recipes.files import (
 )
 from recipes.loading import save
 from recipes.schema import Recipe, UserError
+from train.backend import make_accelerator, shards_target
 from train.checkpoint import State, Store, refuse_other_run, run_identity
 from train.cost import use_bf16
-from train.loop import Loop, make_accelerator
+from train.loop import Loop
 from train.objective import Objective
 
 VERSIONS = ("torch", "transformers", "accelerate", "deepspeed", "safetensors")
@@ -68,8 +71,8 @@ class Family:
 
     def objective(
         self, recipe: Recipe, target: Target, teacher: Target, prepared: Prepared, bf16: bool
-    ) -> tuple[Objective, Drafter, Prepared]:
-        """What is trained and the drafter in it, and the data with the vocabulary that it speaks. `teacher` is the
+    ) -> tuple[Objective, Prepared]:
+        """What is trained, and the data with the vocabulary that it speaks. `teacher` is the
         target in the dtype of the training step."""
         raise NotImplementedError
 
@@ -106,29 +109,30 @@ def train(recipe: Recipe, family: Family, folder: Path, source: Source, prompts:
     torch.manual_seed(recipe.seed)
     device = local_device(recipe)
     dtype = choose_dtype(recipe.target.dtype, device)
-    target = load_target(recipe.target, device, dtype)
-    # before the accelerator exists, so that the other ranks wait where they are told how long
-    prepared = prepare(recipe, loader(recipe, target), source) if rank() == 0 else None
     accelerator = make_accelerator(device, recipe.train.clip)
+    main = accelerator.is_main_process
+    target = load(recipe, accelerator, device, dtype)
+    prepared = led(target, main, lambda: prepare(recipe, loader(recipe, target), source))
     told = broadcast_object_list([str(prepared.folder) if prepared else ""])
     prepared = prepared or shared(Path(told[0]))
     bf16 = use_bf16(recipe, device)
     teacher = loader(recipe, target)(torch.bfloat16) if bf16 and device.type == "cpu" else target
-    objective, drafter, prepared = family.objective(recipe, target, teacher, prepared, bf16)
+    objective, prepared = family.objective(recipe, target, teacher, prepared, bf16)
     identity = identify(recipe, family, source, prepared)
-    if accelerator.is_main_process:
+    if main:
         Store(folder, objective.vocab).resume(identity)  # refuses another run before anything of this one is written
         begin(recipe, folder, source, prepared)
     loop = Loop(recipe, objective, prepared.train, accelerator, folder)
 
-    def score(step: int) -> float:
-        return harness.validation_tau(recipe, target, drafter, prepared.validation_prompts)
+    def score(drafter: Drafter) -> float | None:
+        return led(target, main, lambda: harness.validation_tau(recipe, target, drafter, prepared.validation_prompts))
 
     wanted = recipe.eval.each_epoch and len(prepared.validation_prompts) > 0
     state = loop.run(identity, score if wanted else None, asdict(recipe))
-    if accelerator.is_main_process:
-        export(recipe, family, folder, source, prepared, drafter, state)
-        report(recipe, family, folder, target, drafter, state, prompts, loop.packing())
+    best = loop.whole.to(device)
+    if main:
+        export(recipe, family, folder, source, prepared, best, state)
+    led(target, main, lambda: report(recipe, family, folder, target, best, state, prompts, loop.packing()))
     accelerator.end_training()
 
 
@@ -148,6 +152,13 @@ def local_device(recipe: Recipe) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return device
+
+
+def load(recipe: Recipe, accelerator: Accelerator, device: torch.device, dtype: torch.dtype) -> Target:
+    if not shards_target(recipe, accelerator):
+        return load_target(recipe.target, device, dtype)
+    turns = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return load_sharded(recipe.target, device, dtype, accelerator.local_process_index, turns)
 
 
 def loader(recipe: Recipe, target: Target) -> Callable[[torch.dtype], Target]:
@@ -243,16 +254,21 @@ def report(
 ) -> None:
     """Measure the exported drafter on prompts that neither training nor the choice has seen, and say where all is."""
     step = Store(folder).named("best")
-    load = loader(recipe, target)
+    if target.sharded and recipe.eval.lossless >= 0:
+        print(
+            "the target is sharded, so its outputs are not compared with transformers'; eval.run does that", flush=True
+        )
+        recipe = replace(recipe, eval=replace(recipe.eval, lossless=-1))
+    copies = loader(recipe, target)
     wanted = recipe.eval.dtype if recipe.eval.dtype != "auto" else recipe.target.dtype
     results = harness.evaluate(
         recipe,
-        load(choose_dtype(wanted, target.device)),
+        copies(choose_dtype(wanted, target.device)),
         drafter,
         prompts,
         folder / "eval" / f"step-{step}",
         drafter_name=str(folder / "drafter"),
-        load_fp32=lambda: load(torch.float32),
+        load_fp32=lambda: copies(torch.float32),
     )
     write_card(folder / "drafter", {"measured": [measured(result, recipe.eval.prompts) for result in results]})
     summary = {

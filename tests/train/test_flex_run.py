@@ -16,9 +16,9 @@ from tests.train.reading import curve
 from tests.train.test_eagle import prompts
 from tests.train.test_flexdraft import objective
 from train import calibrator, flexdraft
+from train.backend import make_accelerator
 from train.checkpoint import Store
 from train.cost import calibrator_cost, flexdraft_cost
-from train.loop import make_accelerator
 
 
 @pytest.fixture(scope="module")
