@@ -31,6 +31,9 @@ class CalibratorFamily(FlexFamily):
     title = "Calibrated FlexDraft"
 
     def check(self, recipe: Recipe, source: Source | None) -> None:
+        if recipe.dry_run and recipe.flexdraft and not Path(recipe.flexdraft).expanduser().is_dir():
+            print(f"no FlexDraft drafter in {recipe.flexdraft} yet")
+            return
         folder = start_of(recipe)
         if folder.parent.resolve() == run_folder(recipe).resolve():
             raise UserError(f"run_dir={run_folder(recipe)} is the run that is gone on from: give another run_dir=DIR")
@@ -42,7 +45,8 @@ class CalibratorFamily(FlexFamily):
             )
 
     def hashes(self, recipe: Recipe) -> dict[str, str]:
-        return {"flexdraft.weights": weights_hash(start_of(recipe))}
+        there = Path(recipe.flexdraft).expanduser().is_dir()  # or a dry run
+        return {"flexdraft.weights": weights_hash(start_of(recipe))} if there else {}
 
     def cost(self, recipe: Recipe, prompts: int) -> str:
         return calibrator_cost(recipe, prompts)

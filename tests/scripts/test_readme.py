@@ -101,7 +101,7 @@ def test_documented_keys_exist_and_the_recipe_resolves(command: str) -> None:
 
 def measuring(command: str) -> list[pytest.MarkDecorator]:
     """Dry runs of training measure the device for ten seconds each; that of data preparation stays as an example."""
-    return [pytest.mark.slow] if "train/eagle.py" in command else []
+    return [pytest.mark.slow] if re.search(r"train/\w+\.py", command) else []
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, marks=measuring(c), id=c) for c in LOCAL])
