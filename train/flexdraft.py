@@ -31,6 +31,7 @@ SEEN = 8  # rows that the mask vector starts from
 
 class FlexFamily(run.Family):
     title, part = "FlexDraft", "flex"
+    partitions = False  # masks go through its modules' parts, which ZeRO-3 does not see
 
     def check(self, recipe: Recipe, source: Source | None) -> None:
         if source is not None:

@@ -44,7 +44,7 @@ from recipes.files import (
 )
 from recipes.loading import save
 from recipes.schema import Recipe, UserError
-from train.backend import make_accelerator, shards_target
+from train.backend import make_accelerator, shards_target, zero_stage
 from train.checkpoint import State, Store, refuse_other_run, run_identity
 from train.cost import use_bf16
 from train.loop import Loop
@@ -58,6 +58,7 @@ class Family:
 
     title = ""  # as people call it
     part = ""  # the group of the recipe that tells its runs apart
+    partitions = True  # its parameters may be cut over the processes (ZeRO-3)
 
     def check(self, recipe: Recipe, source: Source | None) -> None:
         """Refuse what can be refused before anything loads; `source` is None in a dry run alone."""
@@ -111,6 +112,8 @@ def train(recipe: Recipe, family: Family, folder: Path, source: Source, prompts:
     dtype = choose_dtype(recipe.target.dtype, device)
     accelerator = make_accelerator(device, recipe.train.clip)
     main = accelerator.is_main_process
+    if zero_stage(accelerator) == 3 and not family.partitions:
+        raise UserError(f"DeepSpeed ZeRO-3 is not for {family.title}. Use recipes/accelerate/zero2.yaml")
     target = load(recipe, accelerator, device, dtype)
     prepared = led(target, main, lambda: prepare(recipe, loader(recipe, target), source))
     told = broadcast_object_list([str(prepared.folder) if prepared else ""])

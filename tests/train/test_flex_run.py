@@ -1,6 +1,9 @@
 """FlexDraft's entry points, from a prompt file to a measured drafter and its calibrator, on a tiny random target."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,8 @@ from train import calibrator, flexdraft
 from train.backend import make_accelerator
 from train.checkpoint import Store
 from train.cost import calibrator_cost, flexdraft_cost
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +135,30 @@ def test_what_the_target_cannot_be_is_refused_before_weights_load(
     monkeypatch.setattr("train.run.load_target", None)
     with pytest.raises(UserError, match=words):
         flexdraft.main(recipe(arguments, tmp_path / "none", given))
+
+
+def test_zero_3_is_refused_by_name(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("train.run.zero_stage", lambda accelerator: 3)
+    with pytest.raises(UserError, match=r"ZeRO-3 is not for FlexDraft\. Use recipes/accelerate/zero2\.yaml"):
+        flexdraft.main(recipe(arguments, tmp_path / "none"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["ddp", "zero2"])
+def test_two_processes_learn_what_one_does(
+    arguments: list[str], run_dir: Path, calibrated: Path, tmp_path: Path, backend: str
+) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
+    environment |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", f"{ROOT}/recipes/accelerate/{backend}.yaml"]
+    for program, alone, more in (
+        ("flexdraft", run_dir, []),
+        ("calibrator", calibrated, [f"flexdraft={run_dir}"]),
+    ):
+        line = [sys.executable, *launcher, f"{ROOT}/train/{program}.py", *arguments, *more, f"run_dir={program}"]
+        done = subprocess.run(line, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=600)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+        assert curve(tmp_path / program, "loss") == pytest.approx(curve(alone, "loss"), abs=1e-4)
 
 
 def test_an_interrupted_run_ends_where_the_whole_one_does(target: Target, tmp_path: Path) -> None:
