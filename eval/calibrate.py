@@ -19,7 +19,7 @@ from torch import Tensor
 from data_prep.prompts import Prompt
 from eval.calibrated import FILE, MATRIX_FILE, words
 from eval.decode import Decoded, decode, decode_keeping
-from eval.drafters import Drafter
+from eval.drafters import Drafter, refuse_lines
 from eval.drafting import GATE_DEPTHS, UNGATED, rerank
 from eval.engine import Engines
 from eval.matrix import MAX_DEPTH, SuccessorMatrix
@@ -233,6 +233,7 @@ def main(recipe: Recipe) -> None:
         print(f"{len(prompts)} validation prompts, {TOKENS} tokens each; {FILE} and {MATRIX_FILE} go to {folder}")
         return
     target, drafter, folder = load(recipe)
+    refuse_lines(drafter, "eval.calibrate")
     record, matrix = calibrate(recipe, target, drafter, prompts)
     record["drafter"] = weights_hash(folder)
     save_matrix(matrix, folder / MATRIX_FILE, target.fingerprint)

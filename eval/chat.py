@@ -19,7 +19,7 @@ from tokenizers.decoders import DecodeStream
 from data_prep.template import Message, prompt_ids
 from eval import tunings
 from eval.decode import Decoded, RowResult, decode_keeping
-from eval.drafters import Drafter
+from eval.drafters import Drafter, fitted
 from eval.matrix import SuccessorMatrix
 from eval.memory import SMALLER, attempt
 from eval.outcome import check_room, in_dtype, longest_prompt, new_matrix
@@ -190,6 +190,7 @@ def main(recipe: Recipe) -> None:
         return
     if recipe.decoder in DRAFTED:
         target, drafter, folder = load(recipe)
+        recipe = fitted(recipe, drafter)
         settings = tuned_settings(recipe, folder, target)
     else:
         target, drafter, settings = load_eval_target(recipe), None, settings_of(recipe.decoder, recipe.eval)

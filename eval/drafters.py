@@ -22,6 +22,12 @@ def drafting_of(drafter: Drafter, target: Target, cache: KVCache, more: int) -> 
     return EagleDrafting(drafter, target, cache.rows, cache.capacity + more)
 
 
+def refuse_lines(drafter: Drafter, command: str) -> None:
+    """For what knows trees alone."""
+    if isinstance(drafter, FlexDraft):
+        raise UserError(f"{command} is for EAGLE-3 drafters: a FlexDraft drafter has nothing for it to choose yet")
+
+
 def fitted(recipe: Recipe, drafter: Drafter | None) -> Recipe:
     """The recipe as this drafter can serve it. For one that drafts lines, decoders that want trees are left out, with
     their tuner, `flex` stands for EAGLE's own, and no draft is longer than a block; for others `flex` is left out."""

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from data_prep.prompts import Prompt, load_prompts
 from eval import calibrated, harness, sweep, tune
-from eval.drafters import Drafter
+from eval.drafters import Drafter, fitted
 from eval.outcome import check_prompts, disjoint, warmup_prompts
 from eval.plan import Entry, batch_sizes, check_settings, describe, plan
 from models.flex_layout import check_flexdraft, is_flexdraft, load_flexdraft
@@ -48,6 +48,7 @@ def evaluate(recipe: Recipe, prompts: list[Prompt], gates: dict[str, Any] | None
         harness.evaluate(recipe, target, None, prompts, out, load_fp32=lambda: load_exact(recipe), sizes=sizes)
         return
     target, drafter, folder = load(recipe)
+    recipe = fitted(recipe, drafter)
     from_here, tuned = with_calibrated_gates(recipe), None  # the tuner tries these gates
     if recipe.eval.tune:
         tuned = tune.tuning(from_here, target, drafter, disjoint(warmup_prompts(), prompts), folder)

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from data_prep.prompts import Prompt
 from eval import tunings
 from eval.decode import Decoded, decode_keeping
-from eval.drafters import Drafter
+from eval.drafters import Drafter, refuse_lines
 from eval.matrix import SuccessorMatrix
 from eval.memory import by_halving
 from eval.outcome import check_prompts, encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
@@ -258,6 +258,7 @@ def main(recipe: Recipe) -> None:
         return
     recipe = with_calibrated_gates(recipe)
     target, drafter, _ = load(recipe)
+    refuse_lines(drafter, "eval.tune")
     for size in batch_sizes(recipe.eval):
         sized = at_batch(recipe, size)
         tuned = tune(sized, target, drafter, prompts)
