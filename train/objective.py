@@ -164,17 +164,16 @@ class UnrollLoss(Objective):
     @torch.no_grad()
     def prepare(self, batch: Batch) -> Inputs:
         """Which slots count is read off the answer marks on the host, so that nothing on a GPU waits for it."""
-        ids_T, answer_T, lengths = batch
-        device, supervised_ST = self.target.device, supervised(answer_T, self.steps)
+        documents = Documents(batch.lengths, self.target.device)
+        ids_T, supervised_ST = batch.ids_T, supervised(batch.answer_T, self.steps)
         teaches_T = torch.zeros_like(ids_T, dtype=torch.bool)
         for i, supervised_T in enumerate(supervised_ST):
             teaches_T[1 + i :] |= supervised_T[: max(0, len(ids_T) - 1 - i)]
         if not teaches_T.any():
             teaches_T[0] = True
-        documents = Documents(lengths, device)
         slots = select(ids_T, supervised_ST, teaches_T.cumsum(0) - 1, documents)
         said = self.teacher.features(ids_T, teaches_T, documents)
-        ids_T, supervised_ST = (t.to(device, non_blocking=True) for t in (ids_T, supervised_ST))
+        ids_T, supervised_ST = (t.to(documents.device, non_blocking=True) for t in (ids_T, supervised_ST))
         best_m = self.vocab.to_draft(said.best_m)
         return Inputs(ids_T, documents, supervised_ST, said.taps_TC, said.final_mH, best_m, said.lse_m, slots)
 
