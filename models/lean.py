@@ -51,10 +51,11 @@ def remade(x: Tensor, make: Callable[[], Tensor], wanted: bool) -> Iterator[None
         yield
         return
     waiting, made = 0, None
+    place, size = x.data_ptr(), x.numel()  # the closures must not hold it; its caller does until this ends
 
     def pack(t: Tensor) -> Any:
         nonlocal waiting
-        if t.data_ptr() != x.data_ptr() or t.numel() != x.numel():
+        if t.data_ptr() != place or t.numel() != size:
             return t
         waiting += 1
         return t.shape, t.stride()

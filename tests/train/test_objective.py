@@ -107,7 +107,10 @@ def assert_equals_naive(loss: UnrollLoss, rows: Rows, micro_batches: list[list[i
     assert loss.metrics(sums)["acc"] == pytest.approx(accuracy, abs=1e-5)
     assert loss.metrics(sums)["overlap"] == pytest.approx(overlap, abs=2e-5)
     for name, gradient in gradients(loss).items():
-        torch.testing.assert_close(gradient, wanted.get(name, torch.zeros_like(gradient)), atol=2e-6, rtol=2e-4)
+        meant = wanted.get(name, torch.zeros_like(gradient))
+        assert (gradient - meant).norm() <= 1e-3 * meant.norm() + 1e-6, (
+            name
+        )  # of -log A, near a small A: fp32 has no more
     return kept
 
 
@@ -147,8 +150,11 @@ def test_one_norm_before_fc_trains_the_same(target: Target) -> None:
     assert_equals_naive(loss, tiny_run.rows(), [[0, 3], [7]])
 
 
-def test_recomputed_activations_give_the_same_gradients_bit_for_bit(target: Target) -> None:
+@pytest.mark.parametrize("bf16", [False, True])
+def test_recomputed_activations_give_the_same_gradients_bit_for_bit(target: Target, bf16: bool) -> None:
+    """In bf16 the other way holds less too: what is cheap it makes again."""
     rows, loss = tiny_run.rows(), tiny_run.objective(target)
+    loss.bf16 = bf16
     value, sums, _ = pass_through(loss, rows, [[1, 3, 5, 6]])
     held = gradients(loss)
     loss.zero_grad()
