@@ -23,6 +23,7 @@ from train.batches import Batch
 from train.features import Teacher
 from train.fused_loss import Teaching, fused_loss
 from train.losses import Judged, Loss
+from train.telemetry import Arithmetic, drafter_arithmetic, target_arithmetic
 
 # rows of the metric sums [7, S], each additive over micro-batches, ranks and optimiser steps
 LOSS, KEPT, SUPERVISED, CORRECT, OVERLAP, AT_RISK, SURVIVED = range(7)
@@ -136,6 +137,10 @@ class Objective(nn.Module):
         """Metric sums, as forward returns them and the loop adds them up, in words and figures."""
         raise NotImplementedError
 
+    def arithmetic(self, sums: Tensor, tokens: int, pairs: int) -> Arithmetic:
+        """What work the metric sums stand for; `pairs` as in train.batches.Usage."""
+        raise NotImplementedError
+
 
 class UnrollLoss(Objective):
     """EAGLE-3's training-time test over one micro-batch."""
@@ -243,6 +248,11 @@ class UnrollLoss(Objective):
 
     def _tokens(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self.kept_ids is None else self.kept_ids[draft_ids]
+
+    def arithmetic(self, sums: Tensor, tokens: int, pairs: int) -> Arithmetic:
+        slots = [int(n) for n in sums[SUPERVISED].tolist()]
+        drafter = drafter_arithmetic(self.drafter.config, tokens, slots, pairs)
+        return Arithmetic(drafter, target_arithmetic(self.target, tokens, slots[0], pairs))
 
     def metrics(self, sums: Tensor) -> dict[str, Any]:
         """Accuracies count a dropped slot as a miss; `coverage` is the share of first-step slots not dropped; `overlap`
