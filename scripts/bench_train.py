@@ -37,7 +37,7 @@ from models.target import choose_device
 from models.vocab import VocabMap
 from recipes.files import write_json
 from recipes.schema import EagleConfig, Recipe, UserError
-from train.features import CHUNK, teacher_summary
+from train.features import chunk_rows, teacher_summary
 from train.loop import make_optimizer
 from train.objective import Inputs, UnrollLoss, select
 
@@ -252,7 +252,7 @@ def products(world: World) -> Step:
             inputs[a].T @ inputs[b]
         inputs[3 * s.hidden] @ weights[3 * s.hidden, s.hidden]
         inputs[3 * s.hidden].T @ inputs[s.hidden]
-        for part in final.split(max(1, CHUNK // s.vocab)):
+        for part in final.split(chunk_rows(s.vocab, target.device)):
             target.logits(part)
 
     return step

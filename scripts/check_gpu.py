@@ -27,7 +27,7 @@ from models.target import Target, load_target
 from recipes.schema import DECODERS, OBJECTIVES, TargetConfig
 from scripts.bench_rules import random_drafts
 from tests.tiny import tiny_drafter, tiny_model_folder
-from train.losses import Loss, judge, plainly
+from train.losses import Loss, best_and_mass, judge, plainly
 
 NEW = 30
 
@@ -140,6 +140,9 @@ def losses_are_judged_alike(name: str) -> bool:
             )
             rows = torch.randint(0, c, (n,), generator=source, device="cuda")
             lse = teacher.float().logsumexp(-1) + 0.2
+            best, mass = best_and_mass(logits)
+            held.append(torch.allclose(mass, logits.float().logsumexp(-1), rtol=1e-5, atol=1e-5))
+            held.append(torch.equal(logits.gather(1, best[:, None])[:, 0], logits.max(-1).values))
             given = (teacher, rows, lse, torch.rand(n, generator=source, device="cuda"), Loss(name, 0.8, 1.5))
             one, other = logits.clone(), logits.clone()
             found = plainly(one, *given), judge(other, *given)
