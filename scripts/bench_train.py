@@ -37,8 +37,8 @@ from models.target import choose_device
 from models.vocab import VocabMap
 from recipes.files import write_json
 from recipes.schema import EagleConfig, Recipe, UserError
+from train.backend import make_optimizer
 from train.features import chunk_rows, teacher_summary
-from train.loop import make_optimizer
 from train.objective import Inputs, UnrollLoss, select
 
 STEPS, BEYOND = 7, 8  # unroll steps; tokens behind the trained slots
@@ -148,7 +148,8 @@ def ours(world: World, objective: str, recompute: bool) -> tuple[Step, list[int]
     drafter = Eagle3(drafter_config(shape, case.length + 64), vocab).to(target.device)
     bf16 = target.dtype == torch.bfloat16
     loss = UnrollLoss(drafter, target, vocab, EagleConfig(objective=objective), bf16, recompute=recompute)
-    optimizer, clip = make_optimizer(loss, Recipe().train), Recipe().train.clip
+    cfg, cuda = Recipe().train, target.device.type == "cuda"
+    optimizer, clip = make_optimizer(loss, cfg, fused=cuda), cfg.clip
     documents = Documents([case.length + BEYOND] * case.rows, target.device)
     inside = torch.arange(case.length + BEYOND) < case.length
     supervised_ST = (supervised(case.answers(), STEPS) & inside).flatten(1)
