@@ -136,4 +136,5 @@ class _Rotated(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         from models import fused_train
 
-        return fused_train.rotate(grad, *ctx.saved_tensors, -1), None, None
+        cos_TD, sin_TD = ctx.saved_tensors
+        return fused_train.rotate(grad, cos_TD, sin_TD, -1), None, None

@@ -48,7 +48,7 @@ def test_what_is_made_again_is_not_held_and_is_made_once_for_all_that_need_it() 
         made.append(x.detach() * 2)
         return made[-1]
 
-    def forward(wanted: bool) -> tuple[Tensor, weakref.ref[Tensor]]:
+    def forward(wanted: bool) -> tuple[Tensor, weakref.ref[torch.UntypedStorage]]:
         y = x * 2
         with remade(y, double, wanted):
             out = torch.stack([layer(y) for layer in layers]).square().sum()
