@@ -12,6 +12,7 @@ answers of 256 to 1024 tokens (an eighth to a half of shorter rows) take turns. 
 32768 (4, 8 and 16 times `length` for other shapes than qwen3-8b) and shares of supervised tokens.
 """
 
+import gc
 import importlib.util
 import json
 import os
@@ -213,7 +214,7 @@ def specforge(world: World, backend: str, chunked: bool) -> tuple[Step, list[int
     ids, taps = world.ids.to(target.device), world.taps[:, : case.length].contiguous()
     # a slot's own embedding and teacher are those of the position behind it
     fed, taught = F.pad(ids[:, 1:], (0, 1)), F.pad(world.final[:, 1:], (0, 0, 0, 1))
-    mask = F.pad(supervised(case.answers(), 1)[0].int(), (0, 0)).to(target.device).unsqueeze(-1)
+    mask = supervised(case.answers(), 1)[0].int().to(target.device).unsqueeze(-1)
     if case.share == 1:
         mask = torch.ones_like(mask)
     attention = torch.ones(case.rows, case.length, dtype=torch.bool, device=target.device)
@@ -369,6 +370,7 @@ def main(argv: list[str]) -> None:
     for case, wanted in cases:
         results.append(bench(options, shape, case, wanted))
         show(results[-1])
+        gc.collect()  # SpecForge's model and its adapter hold each other
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if options["out"]:
