@@ -57,7 +57,8 @@ def arguments(words):
 
 def run(mode, work, words):
     recipe, drafters, n, out = arguments(words)
-    loaded = {name: load_pair(recipe, Path(name)) for name in drafters}
+    targets = {}
+    loaded = {name: load_pair(recipe, Path(name), targets=targets) for name in drafters}
     if mode == "decode":
         write_json(work / "ours.json", ours(recipe, loaded, n))
         return
@@ -72,11 +73,14 @@ def run(mode, work, words):
         sys.exit(1)
 
 
-def load_pair(recipe, folder, dtype=torch.float32):
-    """The target, giving the states that this drafter reads, and the drafter."""
+def load_pair(recipe, folder, dtype=torch.float32, targets=None):
+    """The target, giving the states that this drafter reads, and the drafter. `targets`: those loaded, by their taps."""
     facts = read_facts(folder)
-    taps = engine_taps(facts, look(facts))["vLLM"]
-    target = load_target(replace(recipe.target, taps=taps or recipe.target.taps), "cpu", dtype)
+    taps = engine_taps(facts, look(facts))["vLLM"] or recipe.target.taps
+    targets = {} if targets is None else targets
+    if tuple(taps) not in targets:
+        targets[tuple(taps)] = load_target(replace(recipe.target, taps=taps), "cpu", dtype)
+    target = targets[tuple(taps)]
     return target, load_drafter(folder, target).to(dtype)
 
 
