@@ -49,7 +49,7 @@ def card(papers: dict[str, Any], config: dict[str, Any]) -> str:
 
 
 def target_path(papers: dict[str, Any]) -> str:
-    """"" where nobody said."""
+    """ "" where nobody said."""
     return str((papers.get("target") or {}).get("path") or "")
 
 

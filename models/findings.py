@@ -221,7 +221,10 @@ def dtypes(facts: Facts, draft: Draft) -> Iterator[Finding]:
     if wrong:
         kinds = ", ".join(f"{n} is {draft.tensors[n].dtype}" for n in wrong[:3])
         yield Finding(
-            True, BOTH, f"weights that are no plain floating-point numbers: {kinds}", "quantised drafters are not checked"
+            True,
+            BOTH,
+            f"weights that are no plain floats: {kinds}",
+            "quantised drafters are not checked",
         )
     floats = {s.dtype for n, s in draft.tensors.items() if n not in ("d2t", "t2d")} & set(FLOATS)
     if len(floats) > 1:
@@ -279,7 +282,7 @@ def flags(facts: Facts, draft: Draft) -> Iterator[Finding]:
     config = draft.config
     eps = config.get("rms_norm_eps", 0.0)
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < 1:
-        yield Finding(True, BOTH, f"rms_norm_eps={eps!r} is no small number from 0 up", "write the one of training", BOTH)
+        yield Finding(True, BOTH, f"rms_norm_eps={eps!r} is no small number", "write the one of training", BOTH)
     if config.get("tie_word_embeddings") is True:
         what = "tie_word_embeddings is true: SGLang drafts with the embedding table as its head"
         yield Finding(True, SGLANG, what, 'write "tie_word_embeddings": false')

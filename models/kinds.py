@@ -37,7 +37,7 @@ MOST = 256  # layers and captured states that are looked at, whatever a config c
 @dataclass(frozen=True)
 class Draft:
     """`kind` is a key of NAMES. `config` is flat, with the defaults that vLLM lays under it; `stray` are other files
-    of weights; `tensors` go without `model.`; `prefixed` are those that had it, `twice` those of which there are two."""
+    of weights; `tensors` go without `model.`; `prefixed` are those that had it, `twice` those that are there twice."""
 
     kind: str
     config: dict[str, Any]

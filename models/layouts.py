@@ -100,7 +100,7 @@ def read_provenance(folder: Path) -> dict[str, Any]:
     papers = read_json(path, "drafter") if path.is_file() else {}
     odd = [k for k in ("target", "data", "vocabulary", "versions", "recipe") if not isinstance(papers.get(k, {}), dict)]
     if odd:
-        raise UserError(f"drafter={folder}: provenance.json is damaged: {odd[0]} is no mapping. Copy or export it again")
+        raise UserError(f"drafter={folder}: provenance.json is damaged: {odd[0]} is no mapping. Copy it again")
     return papers
 
 

@@ -7,9 +7,7 @@ from typing import Any
 DRAFTS = 3  # draft tokens a round, where nothing better is known
 
 
-def vllm_command(
-    target: str, folder: str, method: str = "eagle3", drafts: int = DRAFTS, parallel: bool = False
-) -> str:
+def vllm_command(target: str, folder: str, method: str = "eagle3", drafts: int = DRAFTS, parallel: bool = False) -> str:
     said: dict[str, Any] = {"method": method, "model": folder, "num_speculative_tokens": drafts}
     if parallel:
         said["parallel_drafting"] = True

@@ -74,7 +74,7 @@ def run(mode, work, words):
 
 
 def load_pair(recipe, folder, dtype=torch.float32, targets=None):
-    """The target, giving the states that this drafter reads, and the drafter. `targets`: those loaded, by their taps."""
+    """The target, giving the states that this drafter reads, and the drafter. `targets`: those loaded, by taps."""
     facts = read_facts(folder)
     taps = engine_taps(facts, look(facts))["vLLM"] or recipe.target.taps
     targets = {} if targets is None else targets

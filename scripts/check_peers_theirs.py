@@ -85,7 +85,9 @@ def specforge(case, x, steps):
         def apply(logits, target_p, position_mask):
             slots = range(logits.shape[1])
             one = torch.ones_like(position_mask[:, :1])
-            losses.append(torch.stack([_compute_loss(logits[:, p : p + 1], target_p[:, p : p + 1], one) for p in slots]))
+            losses.append(
+                torch.stack([_compute_loss(logits[:, p : p + 1], target_p[:, p : p + 1], one) for p in slots])
+            )
             return losses[-1].mean()
 
     training.LogSoftmaxLoss = Slots
