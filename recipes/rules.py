@@ -1,19 +1,35 @@
 """What values the recipe's keys may have: everything that can be refused before anything is loaded or looked up."""
 
+import dataclasses
 import functools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from recipes.schema import DECODERS, DTYPES, KINDS, VERIFIERS, Recipe, SourceConfig, UserError, did_you_mean
+from recipes.schema import (
+    DECODERS,
+    DTYPES,
+    KINDS,
+    NORMALISERS,
+    OBJECTIVES,
+    VERIFIERS,
+    Recipe,
+    SourceConfig,
+    UserError,
+    did_you_mean,
+)
 
 # What `validate` asks of single keys; rules that join several are in it.
 CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "target.dtype": DTYPES,
+    "target.shard": ("auto", "always", "never"),
     "data.dtype": DTYPES,
     "eval.dtype": DTYPES,
     "eagle.init_vocab": ("keep", "replace"),
+    "eagle.objective": OBJECTIVES,
+    "eagle.normaliser": NORMALISERS,
     "train.precision": ("auto", "fp32", "bf16", "fast"),
     "train.tracker": ("wandb", "none"),
     "decoder": ("", *DECODERS),
@@ -29,8 +45,8 @@ AT_LEAST_ONE = {
 AT_MOST = {"depth": 16, "chain_length": 16, "branch": 64, "nodes": 1024, "temperature": 10, "paths": 16}  # of eval
 AT_LEAST_ZERO = {
     "data.server": ("requests_per_minute",),
-    "eagle": ("draft_vocab",),
-    "train": ("max_steps", "weight_decay", "keep_features_mb"),
+    "eagle": ("draft_vocab", "lk_decay"),
+    "train": ("max_steps", "weight_decay", "keep_features_mb", "spike"),
     "eval": ("limit", "temperature", "top_k"),
 }
 
@@ -52,13 +68,16 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
         rules += [(key, f"{least} or more", _value(r, key) >= least) for key in keys]
     t, e, gates = r.train, r.eval, r.eval.gates
     rules += [(f"eval.{key}", f"at most {most}", getattr(e, key) <= most) for key, most in AT_MOST.items()]
+    rules += [(key, "a finite number", math.isfinite(number)) for key, number in _numbers(dataclasses.asdict(r))]
     rules += [
+        ("seed", "0 or more, and under 2^63", 0 <= r.seed < 2**63),
         ("train.learning_rate", "above 0", t.learning_rate > 0),
         ("train.clip", "above 0", t.clip > 0),
         ("train.warmup", "from 0 up to 1", 0 <= t.warmup < 1),
         ("train.min_lr", "from 0 to 1", 0 <= t.min_lr <= 1),
         ("train.betas", "two numbers from 0 up to 1", len(t.betas) == 2 and all(0 <= b < 1 for b in t.betas)),
         ("eagle.step_decay", "above 0 and at most 1", 0 < r.eagle.step_decay <= 1),
+        ("eagle.lk_scale", "from 0 to 1", 0 <= r.eagle.lk_scale <= 1),
         ("eagle.norm_before_fc", "false beside eagle.fc_norm", not (r.eagle.norm_before_fc and r.eagle.fc_norm)),
         ("eval.top_p", "above 0 and at most 1", 0 < e.top_p <= 1),
         ("eval.draft_top_p", "above 0 and at most 1", 0 < e.draft_top_p <= 1),
@@ -94,6 +113,14 @@ def _broken_source_rules(source: SourceConfig) -> list[tuple[str, str]]:
         ("subjects", "0 (none) or more", source.subjects >= 0),
     ]
     return [(key, rule) for key, rule, holds in rules if not holds]
+
+
+def _numbers(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and prefix + key not in ("data.sources", "target.template_args"):
+            yield from _numbers(value, f"{prefix}{key}.")
+        elif isinstance(value, float):
+            yield prefix + key, value
 
 
 def _one_of(given: Sequence[str], choices: Sequence[str], quantity: str = "one") -> str:

@@ -15,6 +15,8 @@ VERIFIERS = (
     "match", "tree", "token", "block", "greedy_block", "spectr", "multipath", "traversal", "promoted", "spectr_gbv"
 )  # fmt: skip
 KINDS = ("file", "hub", "self")  # of data.sources
+OBJECTIVES = ("soft_ce", "kl", "lk_alpha", "lk_lambda")  # train/losses.py
+NORMALISERS = ("slots", "per_row")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -28,6 +30,7 @@ class TargetConfig:
     sha256: str = ""  # of the GGUF file; refused when it differs; empty = not checked
     taps: list[int] = field(default_factory=list)  # h[L] numbering; empty = [2, n // 2, n - 3]
     dtype: str = "auto"  # auto = bfloat16 on a GPU, float32 on a CPU
+    shard: str = "auto"  # each process of a training keeps a part of it: always | never | auto = under ZeRO-3
     template_args: dict[str, Any] = field(default_factory=dict)  # passed to the chat template, recorded with the run
     trust_remote_code: bool = False
 
@@ -77,6 +80,10 @@ class EagleConfig:
     draft_vocab: int = 32000  # most frequent supervised tokens; 0 = the target's full vocabulary
     unroll_steps: int = 7
     step_decay: float = 0.8  # weight of unroll step i is step_decay ** i over their sum
+    objective: str = "soft_ce"  # soft_ce | kl | lk_alpha | lk_lambda (train/losses.py)
+    lk_scale: float = 1.0  # of lk_lambda: KL weighs lk_scale exp(-lk_decay A), and 1 - A the rest
+    lk_decay: float = 1.0
+    normaliser: str = "slots"  # every supervised slot of an optimiser step weighs the same | per_row: every row does
     # norms, as engines understand them; fc_norm with norm_output is EAGLE 3.1
     fc_norm: bool = False  # of each tap before they are fused
     norm_output: bool = False  # the next step receives the final-normed state
@@ -100,6 +107,8 @@ class TrainConfig:
     warmup: float = 0.05  # share of the steps
     min_lr: float = 0.1  # share of learning_rate at the end of the cosine
     clip: float = 0.5
+    spike: float = 3.0  # stop where a step's loss is above so many times the median of the 50 before; 0 = never
+    recompute: bool = False  # run every unroll step again in the backward: slower, but far fewer activations are held
     precision: str = "auto"  # auto = bf16 autocast over fp32 masters on a GPU, fp32 on a CPU; fast = bf16 where faster
     save_every: int = 200  # steps; the end of an epoch always saves
     keep: int = 2  # checkpoints kept besides best

@@ -59,7 +59,7 @@ def objective(recipe: Recipe, target: Target, keep_bytes: int = 0) -> UnrollLoss
     drafter = Eagle3(Eagle3Config.from_target(target, vocab), vocab).to(target.device)
     drafter.init_from_target(target)
     bf16 = target.dtype == torch.bfloat16
-    return UnrollLoss(drafter, target, vocab, recipe.eagle.unroll_steps, 0.8, bf16, keep_bytes)
+    return UnrollLoss(drafter, target, vocab, recipe.eagle, bf16, keep_bytes)
 
 
 def seconds(loss: UnrollLoss, batches: list[Batch]) -> float:

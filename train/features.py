@@ -18,13 +18,19 @@ class Features(NamedTuple):
     taps_TC: Tensor
     final_mH: Tensor  # final normed states of the teaching positions
     best_m: Tensor  # the target's arg-max there, in its own vocabulary
+    lse_m: Tensor  # the log-sum-exp of its logits there, over its full vocabulary; float32 or wider
 
 
-def teacher_best(target: Target, final_nH: Tensor) -> Tensor:
-    """The target's arg-max over its full vocabulary [n], a chunk of rows at a time: [n, V] never exists."""
-    rows = max(1, CHUNK // target.vocab_size)
-    best = [target.logits(part).argmax(-1) for part in final_nH.split(rows) if len(part)]
-    return torch.cat([final_nH.new_empty(0, dtype=torch.int64), *best])
+def teacher_summary(target: Target, final_nH: Tensor) -> tuple[Tensor, Tensor]:
+    """Arg-max and log-sum-exp of the target's logits over its full vocabulary [n], [n], a chunk of rows at a time:
+    [n, V] never exists."""
+    wide = torch.promote_types(final_nH.dtype, torch.float32)
+    best, lse = [final_nH.new_empty(0, dtype=torch.int64)], [final_nH.new_empty(0, dtype=wide)]
+    for part in final_nH.split(max(1, CHUNK // target.vocab_size)):
+        logits = target.logits(part)
+        best.append(logits.argmax(-1))
+        lse.append(logits.to(wide).logsumexp(-1))
+    return torch.cat(best), torch.cat(lse)
 
 
 class Teacher:
@@ -61,4 +67,4 @@ class Teacher:
     def _read(self, states: States, teaches_T: Tensor) -> Features:
         teaching = teaches_T.nonzero().squeeze(-1).to(self.target.device, non_blocking=True)
         final_mH = states.final_BTH[0].index_select(0, teaching)
-        return Features(states.taps_BTC[0], final_mH, teacher_best(self.target, final_mH))
+        return Features(states.taps_BTC[0], final_mH, *teacher_summary(self.target, final_mH))
