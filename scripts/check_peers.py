@@ -23,7 +23,8 @@ from torch import nn
 from data_prep.prompts import load_prompts
 from eval.outcome import encode
 from models.attention import Documents
-from models.eagle3 import Eagle3, Eagle3Config, RMSNorm
+from models.eagle3 import Eagle3, Eagle3Config
+from models.eagle3_layer import RMSNorm
 from models.facts import read_facts
 from models.kinds import look
 from models.layout_tables import PORTABLE, SPECULATORS, why_not
