@@ -239,6 +239,8 @@ def target_licence(cfg: TargetConfig, folder: Path) -> str:
         names = importlib.metadata.packages_distributions().get(module, [])
         return str(importlib.metadata.metadata(names[0]).json.get("license", "")) if names else ""
     if cfg.path.endswith(".gguf"):
+        if not Path(cfg.path).expanduser().is_file():
+            return ""
         from gguf import GGUFReader
 
         field = GGUFReader(Path(cfg.path).expanduser()).get_field("general.license")

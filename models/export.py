@@ -91,10 +91,7 @@ def run(request: Request) -> None:
         name = source.name if not source.name.startswith("package:") and not source.name.endswith(".gguf") else ""
         verifier = Verifier(name or str(source.folder), architectures, embedding)
     papers |= {"fingerprint": fingerprint, "exported": {"from": str(folder), "layout": request.layout}}
-    if source is not None:
-        licence = target_licence(TargetConfig(path=source.name), source.folder)
-        named = {"path": source.name, "template": source.template_hash, "licence": licence}
-        papers["target"] = papers.get("target", {}) | {key: value for key, value in named.items() if value}
+    papers["target"] = papers.get("target", {}) | about_target(source, papers)
     with whole_folder(out) as aside:
         save_drafter(drafter, aside, papers, stored.dtype, request.layout, verifier)
         write_card(aside)
@@ -108,6 +105,18 @@ def refuse_out(out: Path, drafter: Path) -> None:
     if out.is_dir() and any(out.iterdir()) and "exported" not in read_provenance(out):
         raise UserError(f"out={out} holds something that is no export, which would be lost: give another folder")
     check_writable(out)
+
+
+def about_target(source: Source | None, papers: dict[str, Any]) -> dict[str, str]:
+    """What can be said of the target, which need not be at hand."""
+    path = source.name if source else str(papers.get("target", {}).get("path") or "")
+    if not path:
+        return {}
+    folder = source.folder if source else Path(path).expanduser()
+    said = {"path": path, "licence": target_licence(TargetConfig(path=path), folder)}
+    if source:
+        said["template"] = source.template_hash
+    return {key: value for key, value in said.items() if value}
 
 
 def find_target(request: Request, stored: Stored, papers: dict[str, Any]) -> Source | None:

@@ -88,7 +88,7 @@ def find_drafter(name: str, what: str = "drafter") -> Path:
         if not folder.is_dir():
             raise UserError(f"{what}={name}: no such folder, nor a hub id (OWNER/NAME)")
         return folder
-    found = download(name, ["*.json", "*.safetensors"], f"{what}={name}: no such folder, and it")
+    found = download(name, ["*.json", "*.safetensors"], f"{what}={name} (no such folder here)")
     if not any(found.glob("*.safetensors")):
         found = download(name, ["*.json", "pytorch_model.bin"], f"{what}={name}")
     return found

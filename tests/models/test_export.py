@@ -197,6 +197,8 @@ def test_what_is_no_export_is_not_replaced(target: Target, tmp_path: Path) -> No
 def test_the_card_goes_with_the_export(target: Target, tmp_path: Path) -> None:
     papers = {"fingerprint": target.fingerprint, "target": {"path": "org/model"}, "versions": {"torch": "2"}, "step": 9}
     save_drafter(tiny_drafter(target, KEPT), tmp_path / "d", papers)
+    export(tmp_path / "d", "sglang", tmp_path / "g")
+    assert "org/model: see https://huggingface.co/org/model" in (tmp_path / "g" / "README.md").read_text()
     export(tmp_path / "d", "speculators", tmp_path / "s", f"target={target.folder}")
     page = (tmp_path / "s" / "README.md").read_text()
     assert "trained with Espalier" in page and "step 9" in page and f"{len(KEPT)} of 320 tokens" in page
