@@ -4,8 +4,8 @@
     python scripts/check_peers.py compare WORK recipe=smollm2 [DRAFTER ...] [out=DIR]
 
 Three unroll steps over one row of 32 tokens of the target's own, float32. Compared: the logits of every slot, and its
-loss before mask, weights and normaliser. SpecForge's loss is the cross-entropy against the teacher on the kept
-vocabulary, as ours; that of speculators is the KL divergence, which lacks the teacher's entropy: it is added here.
+loss before mask, weights and normaliser: the cross-entropy against the teacher on the kept vocabulary for SpecForge,
+the KL divergence for speculators, as each has it.
 """
 
 import sys
@@ -35,9 +35,9 @@ from models.vocab import VocabMap
 from recipes.files import make_folder, read_json, write_json, write_text
 from recipes.loading import load
 from recipes.schema import UserError
-from train.objective import soft_cross_entropy
+from train.losses import Loss, judge
 
-PEERS = ("speculators", "specforge")
+PEERS = {"speculators": "kl", "specforge": "soft_ce"}  # and their losses, as ours are called
 TOKENS, STEPS, KEPT, BAR = 32, 3, 8192, 1e-5
 COMMON = ([], ["fc_norm"])  # what SpecForge has too: with both vocabularies, default and other taps
 FLAGGED = (
@@ -127,10 +127,11 @@ def write_case(work: Path, number: int, told: str, recipe: Any, target: Any, dra
     logits = torch.stack([drafter.logits(state_TH) for state_TH in states])
     teacher_TV = target.logits(seen.final_BTH[0])
     kept_TV = teacher_TV[:, drafter.vocab.kept_ids]
-    losses = [soft_cross_entropy(logits[i], ahead(kept_TV, 1 + i), torch.arange(T))[0] for i in range(STEPS)]
-    p_TV = kept_TV.softmax(-1)
-    entropy_T = -(p_TV * kept_TV.log_softmax(-1)).sum(-1)
-    save_file({"logits": logits, "loss": torch.stack(losses), "entropy": entropy_T}, case / "ours.safetensors")
+    ours = {"logits": logits}
+    for name in PEERS.values():
+        steps = [judge_step(logits[i], ahead(kept_TV, 1 + i), ahead(teacher_TV, 1 + i), name) for i in range(STEPS)]
+        ours[name] = torch.stack(steps)
+    save_file(ours, case / "ours.safetensors")
     inputs = {"ids": ids_T, "taps": taps_TC, "before_norm": before_TH, "teacher": teacher_TV}
     save_file({name: t.contiguous() for name, t in inputs.items()}, case / "inputs.safetensors")
     papers, refused = {"fingerprint": target.fingerprint}, why_not_specforge(config)
@@ -142,6 +143,12 @@ def write_case(work: Path, number: int, told: str, recipe: Any, target: Any, dra
         save_drafter(drafter, case / "specforge", papers, layout=PORTABLE)
     write_json(case / "case.json", {"drafter": told, "refused": refused, "steps": STEPS})
     return case.name
+
+
+def judge_step(logits_TV: torch.Tensor, kept_TV: torch.Tensor, teacher_TV: torch.Tensor, name: str) -> torch.Tensor:
+    """Our loss of every slot [T]."""
+    rows, scale = torch.arange(len(logits_TV)), torch.ones(len(logits_TV))
+    return judge(logits_TV.clone(), kept_TV, rows, teacher_TV.logsumexp(-1), scale, Loss(name)).loss_n
 
 
 def ahead(x: torch.Tensor, by: int) -> torch.Tensor:
@@ -168,10 +175,9 @@ def compare(case: Path, peer: str) -> dict[str, Any]:
     by_step = []
     for i in range(STEPS):
         slots = slice(0, ours["logits"].shape[1] - 1 - i)
-        entropy = ours["entropy"][1 + i :] if peer == "speculators" else 0.0  # which its KL lacks
-        wanted, scale = theirs["loss"][i, slots] + entropy, ours["logits"][i, slots].abs().max()
+        wanted, scale = theirs["loss"][i, slots], ours["logits"][i, slots].abs().max()
         apart = (ours["logits"][i, slots] - theirs["logits"][i, slots]).abs().max() / scale
-        loss_apart = ((ours["loss"][i, slots] - wanted).abs() / wanted.abs().clamp(min=1)).max()
+        loss_apart = ((ours[PEERS[peer]][i, slots] - wanted).abs() / wanted.abs().clamp(min=1)).max()
         by_step.append(torch.stack([apart, loss_apart]))
     logits, losses = torch.stack(by_step).amax(0).tolist()  # NaN, if there is one
     unread = read_json(case / f"{peer}.json", "peer")
