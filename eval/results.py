@@ -96,6 +96,7 @@ def figures(pairs: Pairs, timed: bool = True, seed: int = 0) -> dict[str, Any]:
     stops = _total(o.stops for o in rows)
     table = {
         "prompts": len(rows),
+        "clocks": len({o.batch for o in rows}),  # timed apart: batches
         "tokens": sum(o.tokens for o in rows),
         "rounds": sum(o.rounds for o in rows),
         "tau": stats.ratio(emitted, rounds),

@@ -1,14 +1,15 @@
 """The verdict in words, computed from the table so that it can say no more than the table does.
 
 The interval of the speed-up lies above 1 (it pays), below 1 (it does not), or around it (not shown either way). Over
-fewer than six prompts it shows nothing: where speculation changes nothing, two prompts lie on one side of 1 every
-second time, and a bootstrap of them cannot know; six do once in thirty-two.
+fewer than six timings (prompts, or batches where several are decoded together) it shows nothing: where speculation
+changes nothing, two lie on one side of 1 every second time, and a bootstrap of them cannot know; six do once in
+thirty-two.
 """
 
 from typing import Any
 
 Table = dict[str, Any]
-FEWEST = 6  # prompts that a verdict rests on
+FEWEST = 6  # timings that a verdict rests on
 
 
 def named(tables: list[Table], decoder: str) -> Table | None:
@@ -32,7 +33,7 @@ def best(tables: list[Table]) -> Table | None:
 def outcome(figures: dict[str, Any]) -> str:
     """pays | does not pay | uncertain, by where the interval of the speed-up lies."""
     interval = figures["speedup_ci95"]
-    if interval is None or figures["prompts"] < FEWEST:
+    if interval is None or figures["clocks"] < FEWEST:
         return "uncertain"
     if interval[0] > 1:
         return "pays"
@@ -49,8 +50,9 @@ def verdict(tables: list[Table]) -> str:
     name = f"**{winner['decoder']}** ({winner['shape']})"
     gain = f"{times(figures)} plain decoding, tau {figures['tau']:.2f}"
     basis = f"over {figures['prompts']} prompts{', flagged loops left out' if flagged else ''}"
-    few = figures["speedup_ci95"] is None or figures["prompts"] < FEWEST
-    doubt = "which are too few to tell" if few else "and that interval holds 1"
+    few = figures["speedup_ci95"] is None or figures["clocks"] < FEWEST
+    batches = f" in {figures['clocks']} batches" * (figures["clocks"] < figures["prompts"])
+    doubt = f"which{batches} are too few to tell" if few else "and that interval holds 1"
     text = {
         "pays": f"It pays. Serve with {name}: {gain}, {basis}, {where}.",
         "does not pay": f"It does not pay {where}: the best setting tried, {name}, reaches {gain}, {basis}. "

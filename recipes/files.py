@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -105,20 +106,25 @@ def locked(folder: Path, work: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder aside; on success it takes `path`'s place, on failure nothing is left."""
+    """Yield a folder aside; on success it takes `path`'s place, on failure nothing is left. What a killed process left
+    aside goes: its lock went with it."""
     make_folder(path.parent)
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
+        with contextlib.suppress(UserError):
+            if left.suffix[1:].isdigit():
+                with locked(left, "writing it"):
+                    shutil.rmtree(left, ignore_errors=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
     try:
-        yield aside
-        for file in aside.rglob("*"):
-            if file.is_file():
-                file.chmod(0o644)  # safetensors writes files that only their owner can read
-                with file.open("rb") as handle:
-                    os.fsync(handle.fileno())
-        shutil.rmtree(path, ignore_errors=True)
-        aside.replace(path)
+        with locked(aside, "writing it"):
+            yield aside
+            for file in aside.rglob("*"):
+                if file.is_file():
+                    file.chmod(0o644)  # safetensors writes files that only their owner can read
+                    with file.open("rb") as handle:
+                        os.fsync(handle.fileno())
+            shutil.rmtree(path, ignore_errors=True)
+            aside.replace(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

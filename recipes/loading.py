@@ -5,6 +5,7 @@ Unknown keys are refused with the nearest known one named.
 
 import dataclasses
 import difflib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,15 @@ from recipes.schema import DataConfig, Recipe, SourceConfig, UserError, did_you_
 HERE = Path(__file__).parent
 # sampling habits that depend on more than the next token's law, or change it along the path: refused by name
 NOT_LOSSLESS = ("penalty", "logit_bias", "min_p", "typical_p", "no_repeat", "beam", "bad_words", "guidance", "min_new")
+
+
+def text_keys(cls: type = Recipe, prefix: str = "") -> set[str]:
+    """Every dotted key of the tree whose value is text; `*` stands for the name of a source of data."""
+    keys = {prefix + f.name for f in dataclasses.fields(cls) if f.type is str}
+    for f in dataclasses.fields(cls):
+        if isinstance(f.type, type) and dataclasses.is_dataclass(f.type):
+            keys |= text_keys(f.type, f"{prefix}{f.name}.")
+    return keys | (text_keys(SourceConfig, "data.sources.*.") if cls is Recipe else set())
 
 
 def known_keys(cls: type = Recipe, prefix: str = "") -> list[str]:
@@ -40,8 +50,7 @@ def load(argv: list[str]) -> Recipe:
     path = recipe_path(given[-1])
     file = _read(path)
     try:
-        # `key=` is meant as empty text, which OmegaConf would read as null
-        overrides = OmegaConf.from_dotlist([a + "''" if a.endswith("=") else a for a in argv])
+        overrides = OmegaConf.from_dotlist([_quoted(a) for a in argv])
         layers = OmegaConf.merge(file, overrides)
     except Exception as error:  # YAML and OmegaConf each raise their own families
         raise UserError(f"the command line cannot be read: {_first_line(error)}") from error
@@ -89,6 +98,15 @@ def recipe_path(name: str) -> Path:
             return candidate
     hint = did_you_mean(name, recipe_names(), 0.4)
     raise UserError(f"no recipe {name!r}: neither a name ({', '.join(recipe_names())}) nor a .yaml file.{hint}")
+
+
+def _quoted(argument: str) -> str:
+    """KEY=VALUE with text as it was typed: YAML would read `out=yes` as true, and `run_dir=` as null."""
+    key, value = argument.split("=", 1)
+    parts = key.split(".")
+    inside = ".".join([*parts[:2], "*", *parts[3:]]) if parts[:2] == ["data", "sources"] else key
+    typed = inside in text_keys() and "${" not in value and value[:1] not in ("'", '"')
+    return f"{key}={json.dumps(value)}" if typed or not value else argument
 
 
 def _unlock(node: Any) -> None:

@@ -1,8 +1,10 @@
 """What values the recipe's keys may have: everything that can be refused before anything is loaded or looked up."""
 
+import dataclasses
 import functools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from recipes.schema import DECODERS, DTYPES, KINDS, VERIFIERS, Recipe, SourceConfig, UserError, did_you_mean
@@ -52,7 +54,9 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
         rules += [(key, f"{least} or more", _value(r, key) >= least) for key in keys]
     t, e, gates = r.train, r.eval, r.eval.gates
     rules += [(f"eval.{key}", f"at most {most}", getattr(e, key) <= most) for key, most in AT_MOST.items()]
+    rules += [(key, "a finite number", math.isfinite(number)) for key, number in _numbers(dataclasses.asdict(r))]
     rules += [
+        ("seed", "0 or more, and under 2^63", 0 <= r.seed < 2**63),
         ("train.learning_rate", "above 0", t.learning_rate > 0),
         ("train.clip", "above 0", t.clip > 0),
         ("train.warmup", "from 0 up to 1", 0 <= t.warmup < 1),
@@ -94,6 +98,14 @@ def _broken_source_rules(source: SourceConfig) -> list[tuple[str, str]]:
         ("subjects", "0 (none) or more", source.subjects >= 0),
     ]
     return [(key, rule) for key, rule, holds in rules if not holds]
+
+
+def _numbers(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and prefix + key not in ("data.sources", "target.template_args"):
+            yield from _numbers(value, f"{prefix}{key}.")
+        elif isinstance(value, float):
+            yield prefix + key, value
 
 
 def _one_of(given: Sequence[str], choices: Sequence[str], quantity: str = "one") -> str:

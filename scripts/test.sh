@@ -15,7 +15,9 @@ cd "$root"
 # One thread: two on a busy two-core machine were several times slower. Nothing is fetched from a hub, nothing sent.
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 WANDB_MODE=offline
 
+workers=()
 if [[ "${1:-}" != --slow ]]; then
+    workers=(-n auto --maxprocesses 4 --dist worksteal) # the slow ones use the whole machine by themselves
     echo "[test] style"
     ruff check .
     ruff format --check .
@@ -23,4 +25,4 @@ if [[ "${1:-}" != --slow ]]; then
     mypy
 fi
 echo "[test] pytest $*"
-python -m pytest "$@"
+python -m pytest ${workers[@]+"${workers[@]}"} "$@"

@@ -183,5 +183,5 @@ def test_nobody_on_the_front_is_beaten() -> None:
     ("interval", "word"), [([1.01, 1.2], "pays"), ([0.8, 0.99], "does not pay"), ([0.9, 1.1], "uncertain")]
 )
 def test_the_interval_decides(interval: list[float], word: str) -> None:
-    assert outcome({"speedup_ci95": interval, "prompts": 6}) == word
-    assert outcome({"speedup_ci95": interval, "prompts": 5}) == "uncertain"
+    assert outcome({"speedup_ci95": interval, "clocks": 6}) == word
+    assert outcome({"speedup_ci95": interval, "clocks": 5}) == "uncertain"

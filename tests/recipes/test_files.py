@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.files import check_writable, locked, near_names, output_folder, write_text
+from recipes.files import check_writable, locked, near_names, output_folder, whole_folder, write_text
 from recipes.schema import UserError
 
 
@@ -68,3 +68,13 @@ def test_two_processes_do_not_work_in_the_same_folder(tmp_path: Path) -> None:
         pass
     with locked(folder, "baking"):
         pass
+
+
+def test_what_a_killed_process_left_aside_goes_and_what_lives_stays(tmp_path: Path) -> None:
+    dead, alive, others = (tmp_path / name for name in (".rows.1", ".rows.2", ".rows.bak"))
+    for folder in (dead, others):
+        folder.mkdir()
+        (folder / "half").write_text("")
+    with locked(alive, "writing it"), whole_folder(tmp_path / "rows") as aside:
+        (aside / "whole").write_text("")
+    assert {p.name for p in tmp_path.iterdir()} == {".rows.2", ".rows.bak", "rows"}

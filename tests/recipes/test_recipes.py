@@ -123,6 +123,12 @@ def test_a_value_of_the_wrong_type_is_refused_by_key(given: str, key: str) -> No
     assert len(message.splitlines()) == 1
 
 
+@pytest.mark.parametrize("text", ["yes", "1e3", "null", "a b", "a: b", "", "[a]", "{a: b}"])
+def test_text_is_taken_as_it_was_typed(text: str) -> None:
+    recipe = load(["recipe=smollm2", f"out={text}", f"data.sources.chat.path={text}"])
+    assert (recipe.out, recipe.data.sources["chat"].path) == (text, text)
+
+
 @pytest.mark.parametrize(
     "given",
     [
@@ -150,6 +156,10 @@ def test_a_value_of_the_wrong_type_is_refused_by_key(given: str, key: str) -> No
         "eagle.step_decay=0",
         "eagle.unroll_steps=0",
         "eagle.init_vocab=mine",
+        "seed=-1",
+        "seed=9223372036854775808",
+        "train.learning_rate=inf",
+        "train.min_lr=nan",
     ],
 )
 def test_a_value_that_no_command_could_honour_is_refused_by_key(given: str) -> None:
