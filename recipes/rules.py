@@ -15,6 +15,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "target.dtype": DTYPES,
     "data.dtype": DTYPES,
     "eval.dtype": DTYPES,
+    "data.states": ("none", "bf16", "fp8"),
     "eagle.init_vocab": ("keep", "replace"),
     "train.precision": ("auto", "fp32", "bf16", "fast"),
     "train.tracker": ("wandb", "none"),

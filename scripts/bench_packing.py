@@ -40,7 +40,7 @@ def padded(rows: Rows, part: Pack) -> Batch:
     loaded = [rows.row(i) for i in part]
     longest = max(len(ids) for ids, _ in loaded)
     ids, answer = (torch.cat([torch.nn.functional.pad(r[k], (0, longest - len(r[k]))) for r in loaded]) for k in (0, 1))
-    return Batch(ids, answer, [longest] * len(loaded))
+    return Batch(ids, answer, [longest] * len(loaded), [])
 
 
 def cut_by_length(lengths: np.ndarray, limit: int) -> list[Pack]:

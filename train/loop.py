@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,9 @@ class Loop:
         accelerator, cfg, lengths = self.accelerator, self.cfg, self.schedule.lengths
         shares = deal(step, lengths, cfg.micro_batch_tokens, accelerator.num_processes)
         inputs = [self.objective.prepare(load_batch(self.rows, p)) for p in shares[accelerator.process_index]]
+        for coming, _ in islice(self.schedule.walk(self.state.cursor), 1, 2):
+            later = deal(coming, lengths, cfg.micro_batch_tokens, accelerator.num_processes)
+            self.objective.ahead(later[accelerator.process_index])
         local = torch.stack([self.objective.counts(x) for x in inputs]).sum(0)
         counts = accelerator.reduce(local, reduction="sum")
         for group in self.wrapped.param_groups:

@@ -7,6 +7,7 @@ T tokens of a packed micro-batch, H hidden, C features, V vocabulary, Vd kept vo
 slots, m positions that teach some slot.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from models.attention import Documents
 from models.eagle3 import Eagle3
 from models.target import Target
 from models.vocab import VocabMap
-from train.batches import Batch
+from train.batches import Batch, Pack
 from train.features import CHUNK, Teacher
 
 # rows of the metric sums [6, S], each additive over micro-batches, ranks and optimiser steps
@@ -127,6 +128,9 @@ class Objective(nn.Module):
         """No-gradient work on a micro-batch, done for the whole optimiser step before its first backward."""
         raise NotImplementedError
 
+    def ahead(self, packs: Sequence[Pack]) -> None:
+        """The packs of the optimiser step after the one that was prepared, for what can be read ahead of it."""
+
     def counts(self, inputs: Any) -> Tensor:
         """How many slots each loss term averages over; the loop sums it over micro-batches and ranks."""
         raise NotImplementedError
@@ -162,7 +166,7 @@ class UnrollLoss(Objective):
     @torch.no_grad()
     def prepare(self, batch: Batch) -> Inputs:
         """Which slots count is read off the answer marks on the host, so that nothing on a GPU waits for it."""
-        ids_T, answer_T, lengths = batch
+        ids_T, answer_T, lengths, _ = batch
         device, supervised_ST = self.target.device, supervised(answer_T, self.steps)
         teaches_T = torch.zeros_like(ids_T, dtype=torch.bool)
         for i, supervised_T in enumerate(supervised_ST):
@@ -179,9 +183,12 @@ class UnrollLoss(Objective):
             index, teacher, following = (t.to(device, non_blocking=True) for t in (index, teacher, following))
             slots.append(Slots(index, teacher, following, len(found) > 0))
         documents = Documents(lengths, device)
-        taps_TC, final_mH, best_m, _ = self.teacher.features(ids_T, teaches_T, documents)
+        taps_TC, final_mH, best_m, _ = self.teacher.features(batch, teaches_T, documents)
         ids_T, supervised_ST = (t.to(device, non_blocking=True) for t in (ids_T, supervised_ST))
         return Inputs(ids_T, documents, supervised_ST, taps_TC, final_mH, self.vocab.to_draft(best_m), slots)
+
+    def ahead(self, packs: Sequence[Pack]) -> None:
+        self.teacher.ahead(packs)
 
     def counts(self, inputs: Inputs) -> Tensor:
         return torch.stack([self._kept(inputs, slots).sum() for slots in inputs.slots])
