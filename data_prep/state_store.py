@@ -14,6 +14,7 @@ T tokens, m teaching positions, H hidden, C = taps x H.
 """
 
 import hashlib
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from data_prep.teacher import Features
 from recipes.files import sha256_json, whole_folder
 from recipes.schema import UserError
 
+KEY = "espalier"  # in a shard's metadata: one text, since safetensors orders several at random
 FORMAT = "1"  # of the shards; raise it when their content changes
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}  # of the taps, by data.states
 SHARD_BYTES = 2**29  # at most, but for a row that is larger
@@ -80,7 +82,7 @@ def stored(found: Features, states: str, taps: int) -> Stored:
     if states == "fp8":
         parts_TPH = taps_TC.float().unflatten(1, (taps, -1))
         scale_TP = parts_TPH.abs().amax(-1) / torch.finfo(DTYPES[states]).max
-        scale_TP = torch.where(scale_TP > 0, scale_TP, 1.0)
+        scale_TP = scale_TP.clamp(min=torch.finfo(torch.float32).tiny)  # of zeros too
         taps_TC = (parts_TPH / scale_TP.unsqueeze(-1)).flatten(1)
     return Stored(
         taps_TC.to(DTYPES[states]).cpu(),
@@ -184,7 +186,7 @@ def write_shard(layout: Layout, number: int, parts: Sequence[Stored]) -> None:
             tensors[name] = torch.cat(of_all)
     try:
         with whole_folder(path.parent) as aside:
-            save_file(tensors, aside / path.name, layout.papers(number))
+            save_file(tensors, aside / path.name, {KEY: json.dumps(layout.papers(number))})
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{path} cannot be written: {error}. The shards that are whole were kept: make room, and the same command "
@@ -248,7 +250,7 @@ def _open(layout: Layout, number: int) -> Any:
         file = safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path} cannot be read: {error}. {MEND}") from error
-    papers = file.metadata() or {}
+    papers = json.loads((file.metadata() or {}).get(KEY, "{}"))
     other = [
         f"  {words}: written for {papers.get(key, 'nothing')}, now {wanted[key]}"
         for key, words in WORDS.items()
