@@ -194,9 +194,9 @@ def write_shard(layout: Layout, number: int, parts: Sequence[Stored]) -> None:
         ) from error
 
 
-def refuse_full(layout: Layout) -> None:
+def refuse_full(layout: Layout, missing: Sequence[int]) -> None:
     """Refuse, before anything is written, what the disk cannot hold."""
-    needed, free = layout.size(layout.missing()), free_bytes(layout.folder)
+    needed, free = layout.size(missing), free_bytes(layout.folder)
     if needed > free:
         raise UserError(
             f"the target's states of {len(layout.rows):,} rows need {needed:,} more bytes ({needed / 1e9:,.2f} GB) in "

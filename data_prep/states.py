@@ -10,7 +10,7 @@ those that are there. `train/eagle.py` with data.states set writes what is missi
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -53,36 +53,50 @@ def forward_dtype(recipe: Recipe, device: torch.device, bf16: bool) -> torch.dty
     return torch.bfloat16 if bf16 and device.type == "cpu" else choose_dtype(recipe.target.dtype, device)
 
 
-def write(layout: Layout, load: Callable[[], Target], rank: int, ranks: int) -> None:
-    """This process's share of the missing shards, after a look at the disk; the target is loaded if there is any."""
-    missing = layout.missing()
-    own = [number for number in missing if number % ranks == rank]
+def write(
+    layout: Layout, missing: list[int], load: Callable[[], Target], rank: int, ranks: int, together: bool = False
+) -> None:
+    """This process's share of the missing shards, after a look at the disk; the target is loaded if there is any.
+
+    `together`: a forward of the target is one of all processes (a sharded one), so that all must run as many; then
+    they must agree on what is missing.
+    """
     if rank == 0:
         print(f"states: {describe(layout, missing)}", flush=True)
-    refuse_full(layout)
-    if not own:
+    refuse_full(layout, missing)
+    own = share(missing, rank, ranks)
+    if not own and not (missing and together):
         return
-    target, done, tokens = load(), 0, 0
-    lengths = layout.rows.lengths.tolist()
+    target, done, tokens, forwards = load(), 0, 0, 0
+    most = PACKED if target.device.type == "cuda" else 1
     with meter("states", sum(len(layout.spans[n]) for n in own)) as report:
         for number in own:
             parts: list[Stored] = []
-            for rows in batches(layout.spans[number], lengths, PACKED if target.device.type == "cuda" else 1):
+            for rows in batches(layout, number, most):
                 parts.append(read(layout, target, rows))
-                done, tokens = done + len(rows), tokens + len(parts[-1].taps_TC)
+                done, tokens, forwards = done + len(rows), tokens + len(parts[-1].taps_TC), forwards + 1
                 report(done, tokens)
             write_shard(layout, number, parts)
+    if together:
+        most_of_all = max(sum(len([*batches(layout, n, most)]) for n in share(missing, r, ranks)) for r in range(ranks))
+        for _ in range(most_of_all - forwards):
+            read(layout, target, [0])
 
 
-def batches(span: Sequence[int], lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Neighbouring rows together while they have at most so many tokens; a longer row stands alone."""
-    rows, size = list[int](), 0
-    for row in span:
-        if rows and size + lengths[row] > most:
+def share(missing: list[int], rank: int, ranks: int) -> list[int]:
+    return [number for number in missing if number % ranks == rank]
+
+
+def batches(layout: Layout, number: int, most: int) -> Iterator[list[int]]:
+    """The shard's rows, neighbours together while they have at most so many tokens; a longer row stands alone."""
+    rows, size, lengths = list[int](), 0, layout.rows.lengths
+    for row in layout.spans[number]:
+        length = int(lengths[row])
+        if rows and size + length > most:
             yield rows
             rows, size = [], 0
         rows.append(row)
-        size += lengths[row]
+        size += length
     yield rows
 
 
@@ -109,21 +123,27 @@ def describe(layout: Layout, missing: list[int]) -> str:
 
 
 def expected_size(recipe: Recipe, source: Source | None, load: Load) -> str:
-    """What the states will take, from the rows themselves where they are prepared, else at most; '' without states."""
-    if recipe.data.states == "none" or source is None:
-        return "" if recipe.data.states == "none" else "states: their size is not known before the target is fetched"
+    """What the states will take on disk: from the rows themselves where they are prepared, else at most."""
+    if recipe.data.states == "none":
+        return "states: none on disk, the target computes them as they are needed"
+    if source is None:
+        return "states: their size is not known before the target is fetched"
     prepared = prepared_already(recipe, source)
     if prepared is not None:
         device = choose_device(recipe.device)
         bf16 = training_dtype(recipe, device) == torch.bfloat16
         layout = layout_of(recipe, source, prepared, forward_dtype(recipe, device, bf16))
-        return f"states: {describe(layout, layout.missing())}"
+        missing = layout.missing()
+        refuse_full(layout, missing)
+        return f"states: {describe(layout, missing)}"
     answers = load.answered + load.kept
     tokens = min(load.asked + answers, load.rows * recipe.data.max_length)
     taps = len(check_taps(recipe.target.taps, source.n_layers))
     size = tensor_bytes(tokens, min(tokens, answers), source.hidden_size, taps, recipe.data.states)
-    free = free_bytes(data_root(recipe)) / 1e9
-    return f"states: {recipe.data.states}, at most {size / 1e9:,.2f} GB in {data_root(recipe)} ({free:,.1f} GB free)"
+    free = free_bytes(data_root(recipe))
+    doubt = "" if size <= free else ", so they may not fit; refused if they don't, once the data are prepared"
+    told = f"at most {size / 1e9:,.2f} GB in {data_root(recipe)} ({free / 1e9:,.1f} GB free{doubt})"
+    return f"states: {recipe.data.states}, {told}"
 
 
 def prepared_already(recipe: Recipe, source: Source) -> Prepared | None:
@@ -150,20 +170,16 @@ def main(recipe: Recipe) -> None:
         print(SourceCost.table(costs))
         print(expected_size(recipe, source, SourceCost.load(costs)))
         return
-    rank, ranks, device = _share(), _shares(), _device(recipe)
+    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if not 0 <= rank < ranks:
+        raise UserError(f"RANK={rank} and WORLD_SIZE={ranks} name no process: RANK counts from 0 to WORLD_SIZE - 1")
+    device = _device(recipe)
     bf16 = training_dtype(recipe, device) == torch.bfloat16
     dtype = forward_dtype(recipe, device, bf16)
     # several processes would each prepare the data
     prepared = prepare(recipe, lambda d: load_target(recipe.target, device, d), source, writes=ranks == 1)
-    write(layout_of(recipe, source, prepared, dtype), lambda: load_target(recipe.target, device, dtype), rank, ranks)
-
-
-def _share() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
-def _shares() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    layout = layout_of(recipe, source, prepared, dtype)
+    write(layout, layout.missing(), lambda: load_target(recipe.target, device, dtype), rank, ranks)
 
 
 def _device(recipe: Recipe) -> torch.device:

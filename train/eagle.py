@@ -109,7 +109,8 @@ def train(recipe: Recipe, folder: Path, source: Source, prompts: list[Prompt]) -
     objective = UnrollLoss(drafter, teacher, prepared.vocab, steps, decay, bf16, kept_features(recipe))
     if recipe.data.states != "none":
         layout = states.layout_of(recipe, source, prepared, teacher.dtype)
-        states.write(layout, lambda: teacher, accelerator.process_index, accelerator.num_processes)
+        (missing,) = broadcast_object_list([layout.missing()])
+        states.write(layout, missing, lambda: teacher, accelerator.process_index, accelerator.num_processes)
         accelerator.wait_for_everyone()
         objective.teacher = StoredTeacher(teacher, StateStore(layout))
     loop = Loop(recipe, objective, prepared.train, accelerator, folder)

@@ -39,7 +39,7 @@ def target(target_folder: Path) -> Target:
 def written(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Layout:
     """A store that no test may change."""
     layout = write_states.layout(target, tmp_path_factory.mktemp("written"))
-    states.write(layout, lambda: target, 0, 1)
+    states.write(layout, layout.missing(), lambda: target, 0, 1)
     return layout
 
 
@@ -118,7 +118,7 @@ def test_the_size_is_known_before_it_is_written(
     of = write_states.rows([length] * count)
     layout = write_states.layout(target, tmp_path, of, kind)
     estimated = layout.size(layout.missing())
-    states.write(layout, lambda: target, 0, 1)
+    states.write(layout, layout.missing(), lambda: target, 0, 1)
     assert f"{estimated:,} bytes" in capsys.readouterr().out
     actual = sum(path.stat().st_size for path in layout.folder.rglob("*") if path.is_file())
     assert estimated == pytest.approx(actual, rel=0.02)
@@ -132,10 +132,10 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     needed = layout.size(layout.missing())
     monkeypatch.setattr("data_prep.state_store.free_bytes", lambda folder: needed - 1)
     with pytest.raises(UserError, match=rf"{needed:,} more bytes .* {needed - 1:,} are free .*data\.states=fp8.*rows"):
-        states.write(layout, lambda: target, 0, 1)
+        states.write(layout, layout.missing(), lambda: target, 0, 1)
     assert not layout.folder.exists()
     monkeypatch.setattr("data_prep.state_store.free_bytes", lambda folder: needed)
-    states.write(layout, lambda: target, 0, 1)
+    states.write(layout, layout.missing(), lambda: target, 0, 1)
 
 
 def test_a_disk_that_fills_up_meanwhile_keeps_what_is_whole(
@@ -152,7 +152,7 @@ def test_a_disk_that_fills_up_meanwhile_keeps_what_is_whole(
 
     monkeypatch.setattr("data_prep.state_store.save_file", full)
     with pytest.raises(UserError, match=r"No space left on device.*whole were kept"):
-        states.write(layout, lambda: target, 0, 1)
+        states.write(layout, layout.missing(), lambda: target, 0, 1)
     assert len(layout.missing()) == len(layout.spans) - 3
     assert not list(layout.folder.glob(".*"))
 
@@ -167,9 +167,9 @@ def process(target_folder: Path, root: Path, *arguments: str) -> subprocess.Pope
 def test_shares_of_any_number_of_processes_make_one_store(target: Target, written: Layout, tmp_path: Path) -> None:
     layout = replace(written, root=tmp_path)
     for rank in (2, 0, 1):
-        states.write(layout, lambda: target, rank, 3)
+        states.write(layout, layout.missing(), lambda: target, rank, 3)
     assert shard_bytes(layout) == shard_bytes(written)
-    states.write(layout, lambda: pytest.fail("no target is needed where nothing is missing"), 0, 1)
+    states.write(layout, layout.missing(), lambda: pytest.fail("no target is needed where nothing is missing"), 0, 1)
 
 
 @pytest.mark.slow
@@ -192,7 +192,7 @@ def test_two_processes_write_one_of_them_is_killed_and_a_third_finishes(
     with pytest.raises(UserError, match="cannot be read"):
         StateStore(layout)
     before = {path: path.stat().st_mtime_ns for path in layout.folder.rglob("*.safetensors")}
-    states.write(layout, lambda: target, 0, 1)
+    states.write(layout, layout.missing(), lambda: target, 0, 1)
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert shard_bytes(layout) == shard_bytes(written)
     assert not list(layout.folder.rglob(".*"))
@@ -236,7 +236,7 @@ def test_damaged_shards_are_refused_by_name_and_made_again(target: Target, copie
     with pytest.raises(UserError, match=r"shard-00001/states\.safetensors cannot be read: .*Delete the shard's folder"):
         StateStore(copied)
     shutil.rmtree(path.parent)
-    states.write(copied, lambda: target, 0, 1)
+    states.write(copied, copied.missing(), lambda: target, 0, 1)
     assert shard_bytes(copied) == shard_bytes(written)
     tensors = load_file(path)
     papers = {KEY: json.dumps(copied.papers(1))}
@@ -258,8 +258,13 @@ def test_rows_read_together_are_those_read_alone(target: Target, written: Layout
     for name in ("taps_TC", "final_mH", "lse_m"):
         parts = torch.cat([getattr(part, name) for part in alone])
         torch.testing.assert_close(getattr(together, name).float(), parts.float(), atol=2e-2, rtol=2e-2)
-    assert [*states.batches(range(2, 8), [9] * 10, 20)] == [[2, 3], [4, 5], [6, 7]]
-    assert [*states.batches(range(3), [50, 1, 50], 20)] == [[0], [1], [2]]
+    few = write_states.layout(target, Path(), write_states.rows([9, 9, 9, 30, 2] * 40))
+    for number, span in enumerate(few.spans):
+        found = [*states.batches(few, number, 20)]
+        assert [row for rows in found for row in rows] == [*span]
+        sizes = [sum(few.rows.lengths[rows].tolist()) for rows in found]
+        assert all(size <= 20 or len(rows) == 1 for size, rows in zip(sizes, found, strict=True))
+        assert max(map(len, found)) > 1
 
 
 def test_the_command_writes_its_share_and_a_dry_run_knows_the_size(
@@ -291,6 +296,15 @@ def test_the_command_writes_its_share_and_a_dry_run_knows_the_size(
     states.main(replace(recipe, dry_run=True))
     assert "in 9 shards, 0 to be made" in capsys.readouterr().out
     assert [len([*folder.glob("shard-*")]) for folder in (tmp_path / "cache").glob("states-*")] == [9, 9]
+    monkeypatch.setattr("data_prep.state_store.free_bytes", lambda folder: 100)
+    states.main(replace(recipe, dry_run=True))
+    for shard in (tmp_path / "cache").glob("states-*/shard-00003"):
+        shutil.rmtree(shard)
+    with pytest.raises(UserError, match="but 100 are free there"):
+        states.main(replace(recipe, dry_run=True))
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(UserError, match="RANK=2 and WORLD_SIZE=2 name no process"):
+        states.main(recipe)
 
 
 @pytest.mark.slow

@@ -50,4 +50,5 @@ if __name__ == "__main__":
         whole(*arguments)
 
     with patch.object(states, "write_shard", slowly):
-        states.write(layout(target, root), lambda: target, rank, ranks)
+        store = layout(target, root)
+        states.write(store, store.missing(), lambda: target, rank, ranks)

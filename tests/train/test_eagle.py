@@ -222,6 +222,19 @@ def test_a_kill_during_the_evaluation_costs_only_that(
     assert (run_dir / "summary.json").is_file()
 
 
+def test_a_run_from_states_on_disk_writes_them_first_and_no_second_run_does(
+    arguments: list[str], run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["train.max_steps=3", "eval.decoders=[ar]", "data.states=fp8"]
+    main(recipe(arguments, tmp_path / "first", *few))
+    assert "shards, 0 to be made" not in capsys.readouterr().out
+    assert curve(tmp_path / "first", "loss") == pytest.approx(curve(run_dir, "loss")[:3], rel=0.02)
+    main(recipe(arguments, tmp_path / "second", *few, "train.max_steps=2"))
+    assert "shards, 0 to be made" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"data\.states: was 'fp8', now 'none'"):
+        main(recipe(arguments, tmp_path / "first", "train.max_steps=3", "eval.decoders=[ar]"))
+
+
 def test_dry_run_prints_cost_and_writes_nothing(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -47,7 +47,7 @@ DATA = data()
 def layout(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Layout:
     root = tmp_path_factory.mktemp("store")
     layout = Layout(root, DATA, target.fingerprint, target.hidden_size, target.taps, target.dtype, "bf16")
-    states.write(layout, lambda: target, 0, 1)
+    states.write(layout, layout.missing(), lambda: target, 0, 1)
     return layout
 
 
