@@ -25,7 +25,7 @@ from models.cache import KVCache
 from models.capture import Steps
 from models.eagle3 import Eagle3
 from models.sampling import law, sample, top, uniforms
-from models.target import States, Target, padded
+from models.target import States, Target, padded, refuse_nan
 
 PREFILL_LOGITS = 1024  # of prompts, formed at once: rows x positions
 ROUNDING = 256  # of capacities
@@ -166,7 +166,7 @@ class Engine:
                 teach(self.matrix, ids[:, part], states.final_BTH, ends - part.start, target)
 
         last = target.prefill(ids[:, :longest], lengths, self.cache.part(rows), see)
-        self.roots[rows] = self.choose(target.logits(last.final_BTH[:, 0]), ends, rows)
+        self.roots[rows] = self.choose(refuse_nan(target.logits(last.final_BTH[:, 0])), ends, rows)
         if drafting is not None:
             one = [1] * len(prompts)
             drafting.extend(last.taps_BTC, self.roots[rows].unsqueeze(1), torch.ones_like(ends), one)

@@ -3,7 +3,7 @@
 B batch, T query positions, S key slots, N heads, K key-value heads, G = N / K, D head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -43,6 +43,10 @@ class Documents:
         return max(self.lengths)
 
     @cached_property
+    def total(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
     def offsets(self) -> Tensor:
         """Where each document starts, and T: int32 [documents + 1], as flash attention takes it."""
         starts = torch.tensor(list(accumulate(self.lengths, initial=0)), dtype=torch.int32)
@@ -52,6 +56,42 @@ class Documents:
     def positions_T(self) -> Tensor:
         """Of each token in its own document, from 0."""
         return torch.cat([torch.arange(n) for n in self.lengths]).to(self.device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class Asking:
+    """The slots of a packed row, n of them, whose queries are wanted at one step of an unroll.
+
+    Flash attention takes runs of queries that end where their keys do: of every document its tail from the first slot
+    that asks at any step (its last one where none does), U slots in all.
+    """
+
+    index_n: Tensor | None  # into the row; None: every slot asks
+    tails: Documents
+    place_n: Tensor | None  # into the tails; None: every slot of theirs asks
+    kept_n: Tensor | None  # into the slots of the step before; None: all of those, or this is the first step
+
+    @staticmethod
+    def nested(sets: Sequence[Tensor], documents: Documents) -> "list[Asking]":
+        """Of each step, from its slots [n] in ascending order on the host; none is empty, and each holds the next."""
+        device, first = documents.device, sets[0]
+        ends = torch.tensor(documents.lengths).cumsum(0)
+        starts = ends - torch.tensor(documents.lengths)
+        following = torch.cat((first, ends[-1:]))[torch.searchsorted(first, starts)]
+        begins = following.minimum(ends - 1)  # where a document holds none, the next one lies behind its end
+        tails = Documents((ends - begins).tolist(), device)
+        back = ends - torch.tensor(tails.lengths).cumsum(0)  # how much further in the row than in the tails
+
+        def there(index: Tensor, all_of_them: bool) -> Tensor | None:
+            return None if all_of_them else index.to(device, non_blocking=True)
+
+        found = []
+        for before, slots in zip((first, *sets), sets, strict=False):
+            place = slots - back[torch.searchsorted(ends, slots, right=True)]
+            index = there(slots, len(slots) == documents.total)
+            kept = there(torch.searchsorted(before, slots), len(slots) == len(before))
+            found.append(Asking(index, tails, there(place, len(slots) == tails.total), kept))
+        return found
 
 
 def rotate(x_BNTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
@@ -114,33 +154,50 @@ def attend_documents(
 
 
 def causal_plus_diagonals(
-    q_NTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, diagonals: list[tuple[Tensor, Tensor]], documents: Documents
+    q_NnD: Tensor,
+    k_KTD: Tensor,
+    v_KTD: Tensor,
+    diagonals: list[tuple[Tensor, Tensor]],
+    documents: Documents,
+    asking: Asking | None = None,
 ) -> Tensor:
-    """Attention of one unroll step over a packed row -> [N, T, D]; `diagonals` holds (key, value) of each later step.
+    """Attention of one unroll step over a packed row -> [N, n, D]; `diagonals` holds (key, value) of each later step.
 
-    Query p sees the step-0 keys of its own document up to p and, of every later step, the key [K, T, D] at its own slot
-    alone. The two parts are merged by their log-sum-exp, so nothing of size [T, T] is stored.
+    The query of slot p sees the step-0 keys [K, T, D] of its own document up to p and, of every later step, the key
+    [K, n, D] at its own slot alone. Queries are those of the slots that ask; without `asking` every slot does, n = T.
+    The two parts are merged by their log-sum-exp, so nothing of size [n, T] is stored.
     """
-    if q_NTD.device.type != "cpu" and not _half_on_gpu(q_NTD):
-        return reference_causal_plus_diagonals(q_NTD, k_KTD, v_KTD, diagonals, documents)
+    if q_NnD.device.type != "cpu" and not _half_on_gpu(q_NnD):
+        return reference_causal_plus_diagonals(q_NnD, k_KTD, v_KTD, diagonals, documents, asking)
     # the flash kernels trust the last stride to be 1 and compute nonsense where it is not
-    q_NTD, k_KTD, v_KTD = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_NTD, k_KTD, v_KTD))
+    q_NnD, k_KTD, v_KTD = (t if t.stride(-1) == 1 else t.contiguous() for t in (q_NnD, k_KTD, v_KTD))
     flat = [t for pair in diagonals for t in pair]
-    out: Tensor = _CausalPlusDiagonals.apply(documents, q_NTD, k_KTD, v_KTD, *flat)
+    out: Tensor = _CausalPlusDiagonals.apply(documents, asking, q_NnD, k_KTD, v_KTD, *flat)
     return out
 
 
 def reference_causal_plus_diagonals(
-    q_NTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, diagonals: list[tuple[Tensor, Tensor]], documents: Documents
+    q_NnD: Tensor,
+    k_KTD: Tensor,
+    v_KTD: Tensor,
+    diagonals: list[tuple[Tensor, Tensor]],
+    documents: Documents,
+    asking: Asking | None = None,
 ) -> Tensor:
     """The same in the obvious way, one document at a time with all its scores: for tests, and for dtypes that no flash
     kernel takes."""
-    groups, scale = q_NTD.shape[0] // k_KTD.shape[0], q_NTD.shape[-1] ** -0.5
+    if asking is not None and asking.index_n is not None:
+        index, T = asking.index_n, documents.total
+        everywhere = [tuple(_spread(t, index, T) for t in pair) for pair in diagonals]
+        pairs = [(key, value) for key, value in everywhere]
+        out = reference_causal_plus_diagonals(_spread(q_NnD, index, T), k_KTD, v_KTD, pairs, documents)
+        return out.index_select(1, index)
+    groups, scale = q_NnD.shape[0] // k_KTD.shape[0], q_NnD.shape[-1] ** -0.5
     k_NTD, v_NTD = k_KTD.repeat_interleave(groups, 0), v_KTD.repeat_interleave(groups, 0)
     wide = [(key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)) for key, value in diagonals]
     parts = []
     for span, length in zip(documents.spans, documents.lengths, strict=True):
-        q, k, v = q_NTD[:, span], k_NTD[:, span], v_NTD[:, span]
+        q, k, v = q_NnD[:, span], k_NTD[:, span], v_NTD[:, span]
         hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
         scores = [(q @ k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf"))]
         scores += [(q * key[:, span]).sum(-1, keepdim=True) * scale for key, _ in wide]
@@ -150,6 +207,11 @@ def reference_causal_plus_diagonals(
             out = out + weights[..., length + i, None] * value[:, span]
         parts.append(out)
     return torch.cat(parts, 1)
+
+
+def _spread(x: Tensor, index_n: Tensor | None, size: int) -> Tensor:
+    """[N, n, ...] -> [N, size, ...], zero where no slot of the n goes."""
+    return x if index_n is None else x.new_zeros(len(x), size, *x.shape[2:]).index_copy(1, index_n, x)
 
 
 def _half_on_gpu(q: Tensor) -> bool:
@@ -162,81 +224,107 @@ class _CausalPlusDiagonals(torch.autograd.Function):
 
     The flash backward recomputes probabilities as exp(score - lse) and needs rowsum(dO * O). Handed the *merged* output
     and the *merged* log-sum-exp, it yields exactly the causal part's gradients of the merged softmax. Query heads that
-    share a key head are an axis G of their own in the elementwise part.
+    share a key head are an axis G of their own in the elementwise part. Slots of the tails that do not ask go through
+    the flash kernels as zeros, with gradient zero.
     """
 
     @staticmethod
-    def forward(ctx: Any, documents: Documents, q: Tensor, k: Tensor, v: Tensor, *flat: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, documents: Documents, asking: Asking | None, q: Tensor, k: Tensor, v: Tensor, *flat: Tensor
+    ) -> Tensor:
+        tails, place = (documents, None) if asking is None else (asking.tails, asking.place_n)
         wide = torch.promote_types(q.dtype, torch.float32)
-        out, lse, rng = _flash_forward(q, k, v, documents)
+        out, lse, rng = _flash_forward(_spread(q, place, tails.total), k, v, tails, documents)
+        if place is not None:
+            out, lse = out.index_select(1, place), lse.index_select(1, place)
         if flat:
             split = (len(k), -1)
-            keys, values = torch.stack(flat[::2]).unsqueeze(2), torch.stack(flat[1::2]).unsqueeze(2)  # [i, K, 1, T, D]
-            scores = (q.unflatten(0, split).to(wide) * keys).sum(-1) * q.shape[-1] ** -0.5  # [i, K, G, T]
+            keys, values = torch.stack(flat[::2]).unsqueeze(2), torch.stack(flat[1::2]).unsqueeze(2)  # [i, K, 1, n, D]
+            scores = (q.unflatten(0, split).to(wide) * keys).sum(-1) * q.shape[-1] ** -0.5  # [i, K, G, n]
             causal = lse.to(wide).unflatten(0, split)
             total = torch.logaddexp(causal, scores.logsumexp(0))
             own = ((scores - total).exp().unsqueeze(-1) * values).sum(0)
             out = (out.unflatten(0, split) * (causal - total).exp().unsqueeze(-1) + own).to(q.dtype).flatten(0, 1)
             lse = total.to(lse.dtype).flatten(0, 1)
         ctx.save_for_backward(q, k, v, out, lse, *rng, *flat)
-        ctx.documents, ctx.rng_count = documents, len(rng)
+        ctx.documents, ctx.tails, ctx.place, ctx.rng_count = documents, tails, place, len(rng)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *rest = ctx.saved_tensors
-        rng, flat = rest[: ctx.rng_count], rest[ctx.rng_count :]
+        rng, flat, place = rest[: ctx.rng_count], rest[ctx.rng_count :], ctx.place
         grad = grad.contiguous()
         scale, wide, split = q.shape[-1] ** -0.5, torch.promote_types(q.dtype, torch.float32), (len(k), -1)
-        dq, dk, dv = _flash_backward(grad, q, k, v, out, lse, rng, ctx.documents)
+        asked = [_spread(t, place, ctx.tails.total) for t in (grad, q, out, lse)]
+        dq, dk, dv = _flash_backward(asked, k, v, rng, ctx.tails, ctx.documents)
+        if place is not None:
+            dq = dq.index_select(1, place)
         if not flat:
-            return None, dq, dk, dv
+            return None, None, dq, dk, dv
         keys, values = torch.stack(flat[::2]).unsqueeze(2), torch.stack(flat[1::2]).unsqueeze(2)
-        wide_q, wide_grad = q.to(wide).unflatten(0, split), grad.to(wide).unflatten(0, split)  # [K, G, T, D]
-        weight = ((wide_q * keys).sum(-1) * scale - lse.unflatten(0, split)).exp()  # [i, K, G, T]
+        wide_q, wide_grad = q.to(wide).unflatten(0, split), grad.to(wide).unflatten(0, split)  # [K, G, n, D]
+        weight = ((wide_q * keys).sum(-1) * scale - lse.unflatten(0, split)).exp()  # [i, K, G, n]
         dscore = weight * ((wide_grad * values).sum(-1) - (wide_grad * out.unflatten(0, split)).sum(-1)) * scale
         dq = (dq + (dscore.unsqueeze(-1) * keys).sum(0).flatten(0, 1)).to(q.dtype)
         dkeys = (dscore.unsqueeze(-1) * wide_q).sum(2).to(q.dtype)
         dvalues = (weight.unsqueeze(-1) * wide_grad).sum(2).to(q.dtype)
-        return None, dq, dk, dv, *(t for pair in zip(dkeys, dvalues, strict=True) for t in pair)
+        return None, None, dq, dk, dv, *(t for pair in zip(dkeys, dvalues, strict=True) for t in pair)
+
+
+def _pieces(tails: Documents, documents: Documents) -> Iterator[tuple[slice, slice, bool]]:
+    """Of each document its queries with the keys that all of them see, and with those that they see causally: what one
+    CPU kernel call can do, since it aligns the first query with the first key."""
+    for asked, keys, length in zip(tails.spans, documents.spans, tails.lengths, strict=True):
+        if length < keys.stop - keys.start:
+            yield asked, slice(keys.start, keys.stop - length), False
+        yield asked, slice(keys.stop - length, keys.stop), True
 
 
 def _flash_forward(
-    q_NTD: Tensor, k_KTD: Tensor, v_KTD: Tensor, documents: Documents
+    q_NUD: Tensor, k_KTD: Tensor, v_KTD: Tensor, tails: Documents, documents: Documents
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Causal attention inside each document: (out [N, T, D], log-sum-exp [N, T], what the backward wants besides)."""
-    if q_NTD.device.type == "cpu":
+    """Causal attention inside each document, of its last queries: (out [N, U, D], log-sum-exp [N, U], what the backward
+    wants besides)."""
+    if q_NUD.device.type == "cpu":
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        parts = [op(q_NTD[None, :, s], k_KTD[None, :, s], v_KTD[None, :, s], 0.0, True) for s in documents.spans]
-        return torch.cat([out[0] for out, _ in parts], 1), torch.cat([lse[0] for _, lse in parts], 1), []
-    q, k, v = (t.transpose(0, 1) for t in (q_NTD, k_KTD, v_KTD))
-    ends, most = documents.offsets, documents.longest
+        parts: list[tuple[slice, Tensor, Tensor]] = []
+        for asked, keys, causal in _pieces(tails, documents):
+            more, more_lse = op(q_NUD[None, :, asked], k_KTD[None, :, keys], v_KTD[None, :, keys], 0.0, causal)
+            if parts and parts[-1][0] == asked:
+                _, out, lse = parts.pop()
+                both = torch.logaddexp(lse, more_lse)
+                out = out * (lse - both).exp().unsqueeze(-1) + more * (more_lse - both).exp().unsqueeze(-1)
+                more, more_lse = out.to(more.dtype), both
+            parts.append((asked, more, more_lse))
+        return torch.cat([out[0] for _, out, _ in parts], 1), torch.cat([lse[0] for _, _, lse in parts], 1), []
+    q, k, v = (t.transpose(0, 1) for t in (q_NUD, k_KTD, v_KTD))
     out, lse, seed, offset, _ = torch.ops.aten._flash_attention_forward(
-        q, k, v, ends, ends, most, most, 0.0, True, False
+        q, k, v, tails.offsets, documents.offsets, tails.longest, documents.longest, 0.0, True, False
     )
     return out.transpose(0, 1), lse, [seed, offset]
 
 
 def _flash_backward(
-    grad_NTD: Tensor,
-    q_NTD: Tensor,
+    asked: list[Tensor],
     k_KTD: Tensor,
     v_KTD: Tensor,
-    out_NTD: Tensor,
-    lse_NT: Tensor,
     rng: list[Tensor],
+    tails: Documents,
     documents: Documents,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, in their shapes."""
-    inputs = (grad_NTD, q_NTD, k_KTD, v_KTD, out_NTD)
-    if q_NTD.device.type == "cpu":
+    """Gradients of q, k, v, in their shapes. `asked`: the output's gradient, q, output [N, U, D], their log-sum-exp."""
+    grad_NUD, q_NUD, out_NUD, lse_NU = asked
+    if q_NUD.device.type == "cpu":
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        parts = [op(*(t[None, :, s] for t in inputs), lse_NT[None, :, s], 0.0, True) for s in documents.spans]
-        dq, dk, dv = (torch.cat([part[0] for part in of_one], 1) for of_one in zip(*parts, strict=True))
+        dq, dk, dv = torch.zeros_like(q_NUD), torch.empty_like(k_KTD), torch.empty_like(v_KTD)
+        for queries, keys, causal in _pieces(tails, documents):
+            grad, q, out, lse = (t[None, :, queries] for t in asked)
+            more, dk_part, dv_part = op(grad, q, k_KTD[None, :, keys], v_KTD[None, :, keys], out, lse, 0.0, causal)
+            dq[:, queries] += more[0]
+            dk[:, keys], dv[:, keys] = dk_part[0], dv_part[0]
         return dq, dk, dv
-    grad, q, k, v, out = (t.transpose(0, 1) for t in inputs)
-    ends, most = documents.offsets, documents.longest
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse_NT, ends, ends, most, most, 0.0, True, *rng
-    )
+    grad, q, out, k, v = (t.transpose(0, 1) for t in (grad_NUD, q_NUD, out_NUD, k_KTD, v_KTD))
+    ends, longest = (tails.offsets, documents.offsets), (tails.longest, documents.longest)
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(grad, q, k, v, out, lse_NU, *ends, *longest, 0.0, True, *rng)
     return dq.transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)

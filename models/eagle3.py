@@ -8,7 +8,7 @@ Slot p holds the features of x[0..p] and the embedding of x[p+1]; it predicts x[
 step receives and the logits are made of: the layer's output, with `norm_output` after the final norm.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from types import ModuleType
 from typing import Any
@@ -16,9 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from models.attention import Documents, Heads, attend, causal_plus_diagonals, rotate
+from models.attention import Asking, Documents, Heads, attend, causal_plus_diagonals
 from models.cache import KVCache
+from models.eagle3_layer import AttendFn, Head, Layer, RMSNorm, picked
 from models.kernels import kernels, serve
 from models.linear import Linear, linear
 from models.target import Target
@@ -69,74 +71,7 @@ class Eagle3Config:
         )
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        # in fp32 whatever the stream's dtype: under autocast the stream is bf16 and the gain fp32
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
-
-
-class Attention(nn.Module):
-    def __init__(self, c: Eagle3Config) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        self.q_proj = Linear(2 * c.hidden_size, self.heads * c.head_dim, bias=False)
-        self.k_proj = Linear(2 * c.hidden_size, self.kv_heads * c.head_dim, bias=False)
-        self.v_proj = Linear(2 * c.hidden_size, self.kv_heads * c.head_dim, bias=False)
-        self.o_proj = Linear(self.heads * c.head_dim, c.hidden_size, bias=False)
-        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
-        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
-
-    def project(self, x_BTX: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [B, N, T, D] and keys, and values [B, K, T, D]."""
-        q, k, v = (
-            linear(x_BTX).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for linear in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, *rope), rotate(k, *rope), v
-
-
-class MLP(nn.Module):
-    def __init__(self, c: Eagle3Config) -> None:
-        super().__init__()
-        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-AttendFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q, k, v) -> [B, T, N*D]
-
-
-class Layer(nn.Module):
-    """Attention reads [normed embedding ; normed state]; the residual stream starts from the un-normed state, or from
-    the normed one with `norm_before_residual`."""
-
-    def __init__(self, c: Eagle3Config) -> None:
-        super().__init__()
-        self.norm_before_residual = c.norm_before_residual
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention(c)
-        self.mlp = MLP(c)
-
-    def forward(self, state_BTH: Tensor, embed_BTH: Tensor, rope: tuple[Tensor, Tensor], attention: AttendFn) -> Tensor:
-        normed_BTH = self.hidden_norm(state_BTH)
-        x = torch.cat((self.input_layernorm(embed_BTH), normed_BTH), dim=-1)
-        residual_BTH = normed_BTH if self.norm_before_residual else state_BTH
-        h = residual_BTH + self.self_attn.o_proj(attention(*self.self_attn.project(x, rope)))
-        out: Tensor = h + self.mlp(self.post_attention_layernorm(h))
-        return out
+Made = tuple[Tensor, Tensor]  # the keys and values of one unroll step
 
 
 class Eagle3(nn.Module):
@@ -151,7 +86,7 @@ class Eagle3(nn.Module):
         self.fc = Linear(taps * H, H, bias=False)
         self.midlayer = Layer(config)
         self.norm = RMSNorm(H, eps)
-        self.lm_head = Linear(H, config.draft_vocab_size, bias=False)
+        self.lm_head = Head(H, config.draft_vocab_size, bias=False)
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._packed: tuple[Tensor, Tensor] | None = None
 
@@ -187,6 +122,10 @@ class Eagle3(nn.Module):
         out: Tensor = self.lm_head(state if self.config.norm_output else self.norm(state))
         return out
 
+    def into_head(self, state: Tensor, through: Callable[[Tensor, Tensor], Any]) -> Any:
+        """`through` of what the head multiplies [..., H] and its weight [Vd, H]."""
+        return self.lm_head(state if self.config.norm_output else self.norm(state), through)
+
     def fused_logits(self, state: Tensor) -> Tensor:
         """`logits` by the kernels of a GPU."""
         from models import fused
@@ -205,9 +144,16 @@ class Eagle3(nn.Module):
         out: Tensor = self.fc(taps)
         return out
 
-    def _layer(self, state: Tensor, embed: Tensor, rope: tuple[Tensor, Tensor], attention: AttendFn) -> Tensor:
-        """The next state [B, T, H]."""
-        out: Tensor = self.midlayer(state, embed.to(state.dtype), rope, attention)
+    def _layer(
+        self,
+        state: Tensor,
+        embed: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attention: AttendFn,
+        asking_n: Tensor | None = None,
+    ) -> Tensor:
+        """The next state [B, T, H], of the `asking` slots alone if given."""
+        out: Tensor = self.midlayer(state, embed.to(state.dtype), rope, attention, asking_n)
         return self.norm(out) if self.config.norm_output else out
 
     def _rope(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -229,32 +175,63 @@ class Eagle3(nn.Module):
         return cos[positions].to(dtype), sin[positions].to(dtype)
 
     def unroll(
-        self, taps_TC: Tensor, next_embed: Callable[[int], Tensor], steps: int, documents: Documents
+        self,
+        taps_TC: Tensor,
+        next_embed: Callable[[int], Tensor],
+        steps: int,
+        documents: Documents,
+        asking: Sequence[Asking] | None = None,
+        recompute: bool = False,
     ) -> Iterator[Tensor]:
-        """Training-time test (EAGLE-3, section 3.2) over a packed row: the states [T, H] of each unroll step.
+        """Training-time test (EAGLE-3, section 3.2) over a packed row: the states [n, H] of each unroll step.
 
-        `next_embed(i)` gives the embeddings [T, H] of x[p+1+i] for every slot p; what it gives past the end of a
-        document reaches no slot whose own tokens x[p+1 .. p+1+i] lie inside. Step i sees the step-0 keys 0..p of the
-        document and the keys that slot p itself made at steps 1..i, at rotary phase p + i: what a chain of drafts sees
-        when served.
+        `asking` names the n slots of each step whose states are wanted, each set within the one before; without it all
+        T are. Step 0 needs keys and values of every slot, but all the rest of the work is that of the asking slots: a
+        key that slot p makes at a later step is read by slot p alone.
+
+        `next_embed(i)` gives the embeddings of x[p+1+i]: of every slot p at step 0 [T, H], of the asking ones later
+        [n, H]. What it gives past the end of a document reaches no slot whose own tokens x[p+1 .. p+1+i] lie inside.
+        Step i sees the step-0 keys 0..p of the document and the keys that slot p itself made at steps 1..i, at rotary
+        phase p + i: what a chain of drafts sees when served. With `recompute` the backward runs each step again rather
+        than keep what it held.
         """
-        state_1TH = self.fuse(taps_TC).unsqueeze(0)
-        first: list[Tensor] = []
-        diagonals: list[tuple[Tensor, Tensor]] = []
-
-        def attention(q_1NTD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor) -> Tensor:
-            k, v = k_1KTD[0], v_1KTD[0]
-            if first:
-                diagonals.append((k, v))
-            else:
-                first.extend((k, v))
-            out_NTD = causal_plus_diagonals(q_1NTD[0], first[0], first[1], diagonals, documents)
-            return out_NTD.transpose(0, 1).flatten(1).unsqueeze(0)
-
+        state = self.fuse(taps_TC)
+        made: list[Made] = []
         for i in range(steps):
-            rope = self._rope_at((documents.positions_T + i).unsqueeze(0), state_1TH.dtype)
-            state_1TH = self._layer(state_1TH, next_embed(i).unsqueeze(0), rope, attention)
-            yield state_1TH[0]
+            now, at = None if asking is None else asking[i], documents.positions_T
+            if now is not None and i > 0:
+                state, at = picked(state, now.kept_n, 0), picked(at, now.index_n, 0)
+                made = [*made[:1], *((picked(k, now.kept_n, 1), picked(v, now.kept_n, 1)) for k, v in made[1:])]
+            rope = self._rope_at((at + i).unsqueeze(0), state.dtype)
+            inputs = (state, next_embed(i), rope, made, documents, now)
+            if recompute:
+                state, k, v = checkpoint(self._unroll_step, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                state, k, v = self._unroll_step(*inputs)
+            made = [*made, (k, v)]
+            yield state
+
+    def _unroll_step(
+        self,
+        state_TH: Tensor,
+        embed_TH: Tensor,
+        rope: tuple[Tensor, Tensor],
+        made: list[Made],
+        documents: Documents,
+        asking: Asking | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The asking slots' next states [n, H], and the step's keys and values [K, T, D]."""
+        found: list[Tensor] = []
+
+        def attention(q_1NnD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor) -> Tensor:
+            found.extend((k_1KTD[0], v_1KTD[0]))
+            (k, v), *diagonals = [*made, (k_1KTD[0], v_1KTD[0])]
+            out_NnD = causal_plus_diagonals(q_1NnD[0], k, v, diagonals, documents, asking)
+            return out_NnD.transpose(0, 1).flatten(1).unsqueeze(0)
+
+        asks = None if asking is None or made else asking.index_n
+        state_1nH = self._layer(state_TH.unsqueeze(0), embed_TH.unsqueeze(0), rope, attention, asks)
+        return state_1nH[0], found[0], found[1]
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         c, weight = self.config, self.fc.weight

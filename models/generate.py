@@ -7,7 +7,7 @@ from torch import Tensor
 
 from models.capture import Steps
 from models.sampling import draw, law, uniforms
-from models.target import Target, padded
+from models.target import Target, padded, refuse_nan
 
 BUCKET = 128  # attention reads slots up to a multiple of this
 PREFILL = 16384  # tokens, padding included
@@ -41,7 +41,7 @@ class _Slots:
         self.prompt_index[index] = owners
         self.history[index, : ids.shape[1]] = ids
         at = self.cache.lengths[index]
-        self.history[index, at] = self._choose(target.logits(states.final_BTH[:, 0]), index, at)
+        self.history[index, at] = self._choose(refuse_nan(target.logits(states.final_BTH[:, 0])), index, at)
         for row, owner, length in zip(rows, indices, lengths, strict=True):
             self.owner[row], self.seen[row], self.started[row] = owner, 0, length
 

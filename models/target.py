@@ -275,9 +275,9 @@ class Target:
         positions_T = documents.positions_T.clamp(max=self.max_positions - 1)
         return self._run(ids_T.unsqueeze(0), positions_T.unsqueeze(0), attention)
 
-    def logits(self, final: Tensor, kept_ids: Tensor | None = None) -> Tensor:
-        """[..., H] -> [..., V], or the columns of `kept_ids` alone."""
-        logits = linear(final, self.head_weight if kept_ids is None else self.head_weight[kept_ids])
+    def logits(self, final: Tensor, head: Tensor | None = None) -> Tensor:
+        """[..., H] -> [..., V], or by some rows of the head alone."""
+        logits = linear(final, self.head_weight if head is None else head)
         return logits if self.final_softcap is None else self.final_softcap * torch.tanh(logits / self.final_softcap)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -314,6 +314,16 @@ def _concatenate(modules: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
         module.weight.data = weight[offset : offset + module.out_features]
         offset += module.out_features
     return weight, torch.cat([b.data for b in biases]) if biases else None
+
+
+def refuse_nan(logits_BV: Tensor) -> Tensor:
+    """The logits, or UserError where a row has no highest one that is a number: its tokens would be noise."""
+    if not bool(logits_BV.amax(-1).isfinite().all()):
+        raise UserError(
+            "the target's logits are not numbers (NaN or infinity): its weights are damaged, or they overflow in this "
+            "dtype. Try target.dtype=float32 (and data.dtype=float32), or fetch the target again."
+        )
+    return logits_BV
 
 
 def choose_device(name: str = "auto") -> torch.device:

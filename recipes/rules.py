@@ -7,7 +7,18 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from recipes.schema import DECODERS, DTYPES, KINDS, VERIFIERS, Recipe, SourceConfig, UserError, did_you_mean
+from recipes.schema import (
+    DECODERS,
+    DTYPES,
+    KINDS,
+    NORMALISERS,
+    OBJECTIVES,
+    VERIFIERS,
+    Recipe,
+    SourceConfig,
+    UserError,
+    did_you_mean,
+)
 
 # What `validate` asks of single keys; rules that join several are in it.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -17,6 +28,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "eval.dtype": DTYPES,
     "data.states": ("none", "bf16", "fp8"),
     "eagle.init_vocab": ("keep", "replace"),
+    "eagle.objective": OBJECTIVES,
+    "eagle.normaliser": NORMALISERS,
     "train.precision": ("auto", "fp32", "bf16", "fast"),
     "train.tracker": ("wandb", "none"),
     "decoder": ("", *DECODERS),
@@ -32,7 +45,7 @@ AT_LEAST_ONE = {
 AT_MOST = {"depth": 16, "chain_length": 16, "branch": 64, "nodes": 1024, "temperature": 10, "paths": 16}  # of eval
 AT_LEAST_ZERO = {
     "data.server": ("requests_per_minute",),
-    "eagle": ("draft_vocab",),
+    "eagle": ("draft_vocab", "lk_decay"),
     "train": ("max_steps", "weight_decay", "keep_features_mb"),
     "eval": ("limit", "temperature", "top_k"),
 }
@@ -64,6 +77,7 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
         ("train.min_lr", "from 0 to 1", 0 <= t.min_lr <= 1),
         ("train.betas", "two numbers from 0 up to 1", len(t.betas) == 2 and all(0 <= b < 1 for b in t.betas)),
         ("eagle.step_decay", "above 0 and at most 1", 0 < r.eagle.step_decay <= 1),
+        ("eagle.lk_scale", "from 0 to 1", 0 <= r.eagle.lk_scale <= 1),
         ("eagle.norm_before_fc", "false beside eagle.fc_norm", not (r.eagle.norm_before_fc and r.eagle.fc_norm)),
         ("eval.top_p", "above 0 and at most 1", 0 < e.top_p <= 1),
         ("eval.draft_top_p", "above 0 and at most 1", 0 < e.draft_top_p <= 1),

@@ -15,6 +15,8 @@ VERIFIERS = (
     "match", "tree", "token", "block", "greedy_block", "spectr", "multipath", "traversal", "promoted", "spectr_gbv"
 )  # fmt: skip
 KINDS = ("file", "hub", "self")  # of data.sources
+OBJECTIVES = ("soft_ce", "kl", "lk_alpha", "lk_lambda")  # train/losses.py
+NORMALISERS = ("slots", "per_row")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -78,6 +80,10 @@ class EagleConfig:
     draft_vocab: int = 32000  # most frequent supervised tokens; 0 = the target's full vocabulary
     unroll_steps: int = 7
     step_decay: float = 0.8  # weight of unroll step i is step_decay ** i over their sum
+    objective: str = "soft_ce"  # soft_ce | kl | lk_alpha | lk_lambda (train/losses.py)
+    lk_scale: float = 1.0  # of lk_lambda: KL weighs lk_scale exp(-lk_decay A), and 1 - A the rest
+    lk_decay: float = 1.0
+    normaliser: str = "slots"  # every supervised slot of an optimiser step weighs the same | per_row: every row does
     # norms, as engines understand them; fc_norm with norm_output is EAGLE 3.1
     fc_norm: bool = False  # of each tap before they are fused
     norm_output: bool = False  # the next step receives the final-normed state
@@ -101,6 +107,7 @@ class TrainConfig:
     warmup: float = 0.05  # share of the steps
     min_lr: float = 0.1  # share of learning_rate at the end of the cosine
     clip: float = 0.5
+    recompute: bool = False  # run every unroll step again in the backward: slower, but far fewer activations are held
     precision: str = "auto"  # auto = bf16 autocast over fp32 masters on a GPU, fp32 on a CPU; fast = bf16 where faster
     save_every: int = 200  # steps; the end of an epoch always saves
     keep: int = 2  # checkpoints kept besides best

@@ -40,7 +40,7 @@ def padded(rows: Rows, part: Pack) -> Batch:
     loaded = [rows.row(i) for i in part]
     longest = max(len(ids) for ids, _ in loaded)
     ids, answer = (torch.cat([torch.nn.functional.pad(r[k], (0, longest - len(r[k]))) for r in loaded]) for k in (0, 1))
-    return Batch(ids, answer, [longest] * len(loaded), [])
+    return Batch(ids, answer, [longest] * len(loaded))
 
 
 def cut_by_length(lengths: np.ndarray, limit: int) -> list[Pack]:
@@ -59,7 +59,7 @@ def objective(recipe: Recipe, target: Target, keep_bytes: int = 0) -> UnrollLoss
     drafter = Eagle3(Eagle3Config.from_target(target, vocab), vocab).to(target.device)
     drafter.init_from_target(target)
     bf16 = target.dtype == torch.bfloat16
-    return UnrollLoss(drafter, target, vocab, recipe.eagle.unroll_steps, 0.8, bf16, keep_bytes)
+    return UnrollLoss(drafter, target, vocab, recipe.eagle, bf16, keep_bytes)
 
 
 def seconds(loss: UnrollLoss, batches: list[Batch]) -> float:

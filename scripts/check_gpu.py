@@ -1,4 +1,4 @@
-"""Checks that need a GPU: the decoding kernels and captured decoding against the plain layers, in fp32.
+"""Checks that need a GPU: the kernels of decoding and training, and captured decoding, against the plain layers.
 
     python scripts/check_gpu.py
 
@@ -20,11 +20,13 @@ from eval.rules import TABLE, Rule, faults, verify
 from eval.settings import Settings
 from eval.tree import FIELDS, DraftTree
 from eval.verify import Drafts, follow
+from models.attention import Asking, Documents, causal_plus_diagonals, reference_causal_plus_diagonals
 from models.sampling import draw, law, sample
 from models.target import Target, load_target
-from recipes.schema import DECODERS, TargetConfig
+from recipes.schema import DECODERS, OBJECTIVES, TargetConfig
 from scripts.bench_rules import random_drafts
 from tests.tiny import tiny_drafter, tiny_model_folder
+from train.losses import Loss, judge, plainly
 
 NEW = 30
 
@@ -127,11 +129,51 @@ def sampled_drafts_are_judged_the_same_when_captured(target: Target, verifier: s
     return found[0] == found[1] == found[2] and sum(row.rounds for row in found[0]) > 3
 
 
+def losses_are_judged_alike(name: str) -> bool:
+    """Values, arg-maxima, overlaps and gradients, in plain torch and by the kernel; bf16 logits round the gradient."""
+    source, held = torch.Generator("cuda").manual_seed(0), []
+    for dtype, most in ((torch.float32, 1e-4), (torch.bfloat16, 1e-2)):
+        for n, c, vocab in ((40, 9, 32000), (7, 3, 320), (5, 5, 7)):
+            logits, teacher = (
+                (3 * torch.randn(rows, vocab, generator=source, device="cuda")).to(dtype) for rows in (n, c)
+            )
+            rows = torch.randint(0, c, (n,), generator=source, device="cuda")
+            lse = teacher.float().logsumexp(-1) + 0.2
+            given = (teacher, rows, lse, torch.rand(n, generator=source, device="cuda"), Loss(name, 0.8, 1.5))
+            one, other = logits.clone(), logits.clone()
+            found = plainly(one, *given), judge(other, *given)
+            held += [torch.allclose(x.float(), y.float(), rtol=1e-4, atol=1e-4) for x, y in zip(*found, strict=True)]
+            held.append(torch.allclose(one.float(), other.float(), rtol=most, atol=1e-6))
+    return all(held)
+
+
+def asking_slots_attend_alike(dtype: torch.dtype) -> bool:
+    """Queries of some slots of packed documents, one of them with none, and three diagonals: flash attention and the
+    scores written out, outputs and gradients. fp32 has no flash kernel and is the reference itself."""
+    torch.manual_seed(0)
+    documents = Documents([130, 1, 300, 7, 64], torch.device("cuda"))
+    slots = torch.cat([torch.arange(40, 120), torch.arange(140, 200), torch.arange(260, 431), torch.arange(440, 490)])
+    (asking,) = Asking.nested([slots], documents)
+    shapes = [(8, len(slots), 64), *[(2, documents.total, 64)] * 2, *[(2, len(slots), 64)] * 6]
+    exact = [torch.randn(shape, device="cuda").to(dtype).float().requires_grad_() for shape in shapes]
+    rough = [t.detach().to(dtype).requires_grad_() for t in exact]
+    found = []
+    for leaves, attention in ((exact, reference_causal_plus_diagonals), (rough, causal_plus_diagonals)):
+        q, k, v, *flat = leaves
+        out = attention(q, k, v, list(zip(flat[::2], flat[1::2], strict=True)), documents, asking)
+        weight = torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out).to(out.dtype)
+        found.append([out, *torch.autograd.grad((out * weight).sum(), leaves)])
+    most = 1e-4 if dtype == torch.float32 else 2e-2
+    return all(bool((x - y.float()).norm() <= most * x.norm()) for x, y in zip(*found, strict=True))
+
+
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("no GPU here")
     alone = {"draws": draws_are_the_laws(), "walks": walks_are_alike()}
     alone |= {f"rule {rule.name}": rule_judges_alike(rule) for rule in TABLE}
+    alone |= {f"loss {name}": losses_are_judged_alike(name) for name in OBJECTIVES}
+    alone |= {f"unroll attention in {d}": asking_slots_attend_alike(d) for d in (torch.float32, torch.bfloat16)}
     failed = sum(not held for held in alone.values())
     print(", ".join(f"{what}: {'equal' if held else 'DIFFERENT'}" for what, held in alone.items()))
     for family in ("llama", "qwen3", "mistral", "gemma3_text"):

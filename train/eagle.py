@@ -104,9 +104,9 @@ def train(recipe: Recipe, folder: Path, source: Source, prompts: list[Prompt]) -
             print(warm_start.describe(recipe, source, prepared), flush=True)
         Store(folder, prepared.vocab).resume(identity)  # refuses another run before anything of this one is written
         begin(recipe, folder, source, prepared)
-    steps, decay = recipe.eagle.unroll_steps, recipe.eagle.step_decay
     teacher = loader(recipe, target)(states.forward_dtype(recipe, device, bf16))
-    objective = UnrollLoss(drafter, teacher, prepared.vocab, steps, decay, bf16, kept_features(recipe))
+    keep, recompute = kept_features(recipe), recipe.train.recompute
+    objective = UnrollLoss(drafter, teacher, prepared.vocab, recipe.eagle, bf16, keep, recompute)
     if recipe.data.states != "none":
         layout = states.layout_of(recipe, source, prepared, teacher.dtype)
         (missing,) = broadcast_object_list([layout.missing()])

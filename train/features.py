@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from data_prep.state_store import StateStore, Stored
-from data_prep.teacher import CHUNK, Features, read_features, teacher_summary
+from data_prep.teacher import Features, read_features
 from models.attention import Documents
 from models.target import Target
 from train.batches import Batch, Pack
-
-__all__ = ["CHUNK", "Features", "StoredTeacher", "Teacher", "teacher_summary"]
 
 
 class Teacher:
@@ -79,7 +77,7 @@ class StoredTeacher(Teacher):
             return features
         return self._blank(len(batch.ids_T), int(teaches_T.sum()))._replace(taps_TC=features.taps_TC)
 
-    def _read(self, pack: Pack) -> Stored:
+    def _read(self, pack: Sequence[int]) -> Stored:
         found = self.store.read(pack)
         if self.target.device.type != "cuda":
             return found

@@ -3,8 +3,8 @@
 Slot p sees the features of x[0..p] and the embedding of x[p+1+i] at unroll step i, and predicts x[p+2+i]; its teacher
 is the target's distribution at position q = p+1+i. Sources: EAGLE-3 (arXiv 2503.01840) and its code, for the soft
 cross-entropy on kept vocabulary; the normaliser (mean over the whole optimiser step) is ours.
-T tokens of a packed micro-batch, H hidden, C features, V vocabulary, Vd kept vocabulary, S unroll steps, n selected
-slots, m positions that teach some slot.
+T tokens of a packed micro-batch, H hidden, C features, V vocabulary, Vd kept vocabulary, S unroll steps, m positions
+that teach some slot, n slots: of all unroll steps together, the supervised ones.
 """
 
 from collections.abc import Sequence
@@ -14,54 +14,25 @@ import torch
 from torch import Tensor, nn
 
 from data_prep.supervision import supervised
-from models.attention import Documents
+from models.attention import Asking, Documents
 from models.eagle3 import Eagle3
+from models.eagle3_layer import picked
 from models.target import Target
 from models.vocab import VocabMap
+from recipes.schema import EagleConfig
 from train.batches import Batch, Pack
-from train.features import CHUNK, Teacher
+from train.features import Teacher
+from train.fused_loss import Teaching, fused_loss
+from train.losses import Judged, Loss
 
-# rows of the metric sums [6, S], each additive over micro-batches, ranks and optimiser steps
-LOSS, KEPT, SUPERVISED, CORRECT, AT_RISK, SURVIVED = range(6)
+# rows of the metric sums [7, S], each additive over micro-batches, ranks and optimiser steps
+LOSS, KEPT, SUPERVISED, CORRECT, OVERLAP, AT_RISK, SURVIVED = range(7)
 
 
 def shift_left(x_T: Tensor, by: int, fill: int) -> Tensor:
     """out[p] = x[p + by], `fill` past the end. In a packed row this reads across documents, but never for a slot that
     is supervised: such a slot predicts x[p + 2 + i] of its own answer and is fed nothing behind it."""
     return torch.cat([x_T[by:], x_T.new_full((min(by, len(x_T)),), fill)])
-
-
-class _SoftCrossEntropy(torch.autograd.Function):
-    """-sum_v p_v log q_v and its gradient q - p in one pass: one [n, Vd] tensor is kept for backward."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_nV: Tensor, teacher_mV: Tensor, rows_n: Tensor) -> tuple[Tensor, Tensor]:
-        wide = torch.promote_types(logits_nV.dtype, torch.float32)
-        loss_n = torch.empty(len(logits_nV), dtype=wide, device=logits_nV.device)
-        guess_n = torch.empty(len(logits_nV), dtype=torch.int64, device=logits_nV.device)
-        gradient_nV = torch.empty_like(logits_nV)
-        size = max(1, CHUNK // logits_nV.shape[1])
-        for start in range(0, len(logits_nV), size):
-            part = slice(start, start + size)
-            log_q = logits_nV[part].to(wide).log_softmax(-1)
-            p = teacher_mV[rows_n[part]].to(wide).softmax(-1)
-            loss_n[part] = -(p * log_q).sum(-1)
-            guess_n[part] = log_q.argmax(-1)
-            gradient_nV[part] = log_q.exp_().sub_(p)
-        ctx.save_for_backward(gradient_nV)
-        ctx.mark_non_differentiable(guess_n)
-        return loss_n, guess_n
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (gradient_nV,) = ctx.saved_tensors
-        return gradient_nV * gradients[0].to(gradient_nV.dtype).unsqueeze(-1), None, None
-
-
-def soft_cross_entropy(logits_nV: Tensor, teacher_mV: Tensor, rows_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Per slot the cross-entropy against softmax(teacher[rows]) [n], and the draft's own arg-max [n]."""
-    loss_n, guess_n = _SoftCrossEntropy.apply(logits_nV, teacher_mV, rows_n)
-    return loss_n, guess_n
 
 
 def step_weights(steps: int, decay: float) -> list[float]:
@@ -98,12 +69,41 @@ def simulated_tau(match_SN: Tensor, supervised_SN: Tensor) -> float:
 
 
 class Slots(NamedTuple):
-    """The supervised slots of one unroll step, n of them (one, slot 0, where there is none: then `any` is False)."""
+    """The supervised slots of all unroll steps, n of them, in the order of the positions that teach them.
 
+    A step without any has one that does not count: a slot of the step before, or slot 0.
+    """
+
+    asking: list[Asking]  # of each step
     index_n: Tensor  # into the packed row
+    step_n: Tensor
+    row_n: Tensor  # which document
     teacher_n: Tensor  # where the teaching position's state is in final_mH
     next_n: Tensor  # the row's own token at x[p+2+i]
-    any: bool
+    counted_n: Tensor
+    order_n: Tensor  # where the slot stands among those of all steps end to end
+    teacher_on_host: Tensor
+
+
+def select(ids_T: Tensor, supervised_ST: Tensor, place_T: Tensor, documents: Documents) -> Slots:
+    """All on the host; `place` tells for a position that teaches where its state is."""
+    sets: list[Tensor] = []
+    for supervised_T in supervised_ST:
+        found = supervised_T.nonzero().squeeze(-1)
+        sets.append(found if len(found) else (sets[-1][:1] if sets else found.new_zeros(1)))
+    teacher = torch.cat([shift_left(place_T, 1 + i, 0)[index].clamp(min=0) for i, index in enumerate(sets)])
+    following = torch.cat([shift_left(ids_T, 2 + i, -1)[index] for i, index in enumerate(sets)])
+    step = torch.arange(len(sets)).repeat_interleave(torch.tensor([len(index) for index in sets]))
+    index, order = torch.cat(sets), teacher.argsort(stable=True)
+    row = torch.searchsorted(torch.tensor(documents.lengths).cumsum(0), index, right=True)
+
+    def there(t: Tensor) -> Tensor:
+        return t.to(documents.device, non_blocking=True)
+
+    asking, counted = Asking.nested(sets, documents), supervised_ST[step, index]
+    found_n = (there(t[order]) for t in (index, step, row, teacher, following, counted))
+    index, step, row, taught, following, counted = found_n
+    return Slots(asking, index, step, row, taught, following, counted, there(order), teacher[order])
 
 
 class Inputs(NamedTuple):
@@ -115,7 +115,8 @@ class Inputs(NamedTuple):
     taps_TC: Tensor
     final_mH: Tensor  # final normed states of the positions that teach
     best_m: Tensor  # draft id of the teacher's arg-max; -1 where it is not kept
-    slots: list[Slots]
+    lse_m: Tensor  # log-sum-exp of the teacher's logits over the full vocabulary
+    slots: Slots
 
 
 class Objective(nn.Module):
@@ -147,18 +148,14 @@ class UnrollLoss(Objective):
     vocab: VocabMap
 
     def __init__(
-        self,
-        drafter: Eagle3,
-        target: Target,
-        vocab: VocabMap,
-        steps: int,
-        decay: float,
-        bf16: bool = False,
-        keep_bytes: int = 0,
-    ) -> None:
+        self, drafter: Eagle3, target: Target, vocab: VocabMap, eagle: EagleConfig, bf16: bool = False,
+        keep_bytes: int = 0, recompute: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.drafter = drafter
-        self.target, self.steps, self.decay, self.bf16 = target, steps, decay, bf16
+        self.drafter, self.target, self.bf16, self.recompute = drafter, target, bf16, recompute
+        self.steps, self.per_row = eagle.unroll_steps, eagle.normaliser == "per_row"
+        self.weights_S = torch.tensor(step_weights(self.steps, eagle.step_decay), device=target.device)
+        self.loss = Loss(eagle.objective, eagle.lk_scale, eagle.lk_decay)
         self.teacher = Teacher(target, keep_bytes)
         self.vocab = vocab.to(target.device)
         self.kept_ids = None if vocab.full else self.vocab.kept_ids
@@ -173,74 +170,96 @@ class UnrollLoss(Objective):
             teaches_T[1 + i :] |= supervised_T[: max(0, len(ids_T) - 1 - i)]
         if not teaches_T.any():
             teaches_T[0] = True
-        place_T = teaches_T.cumsum(0) - 1
-        slots = []
-        for i, supervised_T in enumerate(supervised_ST):
-            found = supervised_T.nonzero().squeeze(-1)
-            index = found if len(found) else found.new_zeros(1)
-            teacher = shift_left(place_T, 1 + i, 0)[index].clamp(min=0)
-            following = shift_left(ids_T, 2 + i, -1)[index]
-            index, teacher, following = (t.to(device, non_blocking=True) for t in (index, teacher, following))
-            slots.append(Slots(index, teacher, following, len(found) > 0))
         documents = Documents(lengths, device)
-        taps_TC, final_mH, best_m, _ = self.teacher.features(batch, teaches_T, documents)
+        slots = select(ids_T, supervised_ST, teaches_T.cumsum(0) - 1, documents)
+        said = self.teacher.features(batch, teaches_T, documents)
         ids_T, supervised_ST = (t.to(device, non_blocking=True) for t in (ids_T, supervised_ST))
-        return Inputs(ids_T, documents, supervised_ST, taps_TC, final_mH, self.vocab.to_draft(best_m), slots)
+        best_m = self.vocab.to_draft(said.best_m)
+        return Inputs(ids_T, documents, supervised_ST, said.taps_TC, said.final_mH, best_m, said.lse_m, slots)
 
     def ahead(self, packs: Sequence[Pack]) -> None:
         self.teacher.ahead(packs)
 
     def counts(self, inputs: Inputs) -> Tensor:
-        return torch.stack([self._kept(inputs, slots).sum() for slots in inputs.slots])
+        """By step: slots in the loss, or rows that have any."""
+        if not self.per_row:
+            return self._by_step(inputs, self._kept(inputs).long())
+        return (self._kept_by_row(inputs) > 0).sum(1)
 
     @staticmethod
-    def _kept(x: Inputs, slots: Slots) -> Tensor:
+    def _kept(x: Inputs) -> Tensor:
         """Slots in the loss [n]: supervised, and the teacher's arg-max is in the kept vocabulary."""
-        return (x.best_m[slots.teacher_n] >= 0) & slots.any
+        return (x.best_m[x.slots.teacher_n] >= 0) & x.slots.counted_n
+
+    def _kept_by_row(self, x: Inputs) -> Tensor:
+        """[S, rows]."""
+        rows = len(x.documents.lengths)
+        found = torch.zeros(self.steps * rows, dtype=torch.int64, device=x.ids_T.device)
+        return found.index_add_(0, x.slots.step_n * rows + x.slots.row_n, self._kept(x).long()).view(self.steps, rows)
+
+    def _by_step(self, x: Inputs, value_n: Tensor) -> Tensor:
+        """[S]."""
+        return value_n.new_zeros(self.steps).index_add_(0, x.slots.step_n, value_n)
+
+    def _scale(self, x: Inputs, counts_S: Tensor) -> Tensor:
+        """What each slot weighs in the optimiser step's loss [n]."""
+        scale_n = (self.weights_S / counts_S.clamp(min=1))[x.slots.step_n] * self._kept(x)
+        if self.per_row:
+            scale_n = scale_n / self._kept_by_row(x)[x.slots.step_n, x.slots.row_n].clamp(min=1)
+        return scale_n
 
     def forward(self, x: Inputs, counts_S: Tensor) -> tuple[Tensor, Tensor]:
-        """This micro-batch's share of the optimiser step's loss, whose means divide by `counts`; metric sums [6, S].
+        """This micro-batch's share of the optimiser step's loss, whose means divide by `counts`; metric sums [7, S].
 
         A micro-batch without a slot for some step passes one slot with weight zero, so that every rank and every
         backward runs the same modules and reaches every parameter.
         """
-        device = x.ids_T.device
-        sums = torch.zeros(6, self.steps, dtype=torch.float64, device=device)
+        slots, scale_n = x.slots, self._scale(x, counts_S)
+        dtype = torch.bfloat16 if self.bf16 else self.drafter.lm_head.weight.dtype
+        head = None if self.kept_ids is None else self.target.head_weight[self.kept_ids]
+
+        def teacher(rows: slice) -> Tensor:
+            return self.target.logits(x.final_mH[rows], head)
+
+        teaching = Teaching(teacher, x.lse_m, slots.teacher_n, slots.teacher_on_host, scale_n, self.loss, dtype)
+        with torch.autocast(x.ids_T.device.type, torch.bfloat16, enabled=self.bf16):
+
+            def embed(i: int) -> Tensor:
+                ids_n = picked(shift_left(x.ids_T, 1 + i, 0), slots.asking[i].index_n if i else None, 0)
+                return self.target.embed(ids_n).to(dtype)
+
+            states = self.drafter.unroll(
+                x.taps_TC.to(dtype), embed, self.steps, x.documents, slots.asking, self.recompute
+            )
+            state_nH = torch.cat(list(states)).index_select(0, slots.order_n)
+            total, judged = self.drafter.into_head(state_nH, lambda h, weight: fused_loss(h, weight, teaching))
+        return total, self._sums(x, judged)
+
+    @torch.no_grad()
+    def _sums(self, x: Inputs, judged: Judged) -> Tensor:
+        slots, kept_n = x.slots, self._kept(x)
+        sums = torch.zeros(7, self.steps, dtype=torch.float64, device=x.ids_T.device)
         match_ST = torch.zeros_like(x.supervised_ST)
-        loss = torch.zeros((), device=device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
-            with torch.no_grad():
-                teacher_mV = self.target.logits(x.final_mH, self.kept_ids)
-            weights = step_weights(self.steps, self.decay)
-            taps_TC = x.taps_TC.float()
-            hidden = self.drafter.unroll(taps_TC, lambda i: self._embed(x.ids_T, 1 + i), self.steps, x.documents)
-            for i, hidden_TH in enumerate(hidden):
-                slots = x.slots[i]
-                kept_n = self._kept(x, slots)
-                logits_nV = self.drafter.logits(hidden_TH.index_select(0, slots.index_n))
-                loss_n, guess_n = soft_cross_entropy(logits_nV, teacher_mV, slots.teacher_n)
-                total = (loss_n * kept_n).sum()
-                loss = loss + weights[i] * total / counts_S[i].clamp(min=1)
-                match_ST[i, slots.index_n] = (self._tokens(guess_n) == slots.next_n) & kept_n
-                sums[CORRECT, i] = ((guess_n == x.best_m[slots.teacher_n]) & kept_n).sum()
-                sums[LOSS, i] = total.detach()
-                sums[KEPT, i] = kept_n.sum()
+        match_ST[slots.step_n, slots.index_n] = (self._tokens(judged.guess_n) == slots.next_n) & kept_n
+        sums[LOSS] = self._by_step(x, judged.loss_n.double() * kept_n)
+        sums[KEPT] = self._by_step(x, kept_n.double())
+        sums[CORRECT] = self._by_step(x, ((judged.guess_n == x.best_m[slots.teacher_n]) & kept_n).double())
+        sums[OVERLAP] = self._by_step(x, judged.overlap_n.double() * slots.counted_n)
         sums[SUPERVISED] = x.supervised_ST.sum(1)
         sums[AT_RISK], sums[SURVIVED] = survival(match_ST, x.supervised_ST)
-        return loss, sums
-
-    def _embed(self, ids_T: Tensor, by: int) -> Tensor:
-        return self.target.embed(shift_left(ids_T, by, 0)).float()
+        return sums
 
     def _tokens(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self.kept_ids is None else self.kept_ids[draft_ids]
 
     def metrics(self, sums: Tensor) -> dict[str, Any]:
-        """Accuracies count a dropped slot as a miss; `coverage` is the share of first-step slots not dropped."""
+        """Accuracies count a dropped slot as a miss; `coverage` is the share of first-step slots not dropped; `overlap`
+        is the mean chance that a sampled draft is accepted, dropped slots among them."""
         sums = sums.double().cpu()
         supervised_S = sums[SUPERVISED].clamp(min=1)
         return {
             "acc": [round(float(a), 5) for a in sums[CORRECT] / supervised_S],
+            "overlap": [round(float(a), 5) for a in sums[OVERLAP] / supervised_S],
             "simulated_tau": round(tau_from_counts(sums[AT_RISK], sums[SURVIVED]), 5),
             "coverage": round(float(sums[KEPT, 0] / supervised_S[0]), 5),
             "supervised": int(sums[SUPERVISED, 0]),

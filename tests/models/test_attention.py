@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models.attention import (
+    Asking,
     Documents,
     attend,
     attend_documents,
@@ -66,6 +67,44 @@ def test_the_merged_softmax_and_all_gradients_equal_the_reference(
     torch.testing.assert_close(ours, reference, atol=1e-5, rtol=1e-5)
     for one, other in zip(gradients(ours, weight, leaves), gradients(reference, weight, leaves), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    heads=st.sampled_from([(1, 1), (4, 2), (4, 1)]),
+    shares=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+)
+def test_queries_of_nested_slots_equal_those_of_all(
+    lengths: list[int], heads: tuple[int, int], shares: list[float], seed: int
+) -> None:
+    """Outputs and gradients of the asking slots, and the way from a step's slots to the next one's."""
+    torch.manual_seed(seed)
+    (N, K), T, D, documents = heads, sum(lengths), 8, Documents(lengths, CPU)
+    sets: list[Tensor] = []
+    slots = torch.arange(T)
+    for share in shares:
+        slots = slots[torch.rand(len(slots)) <= share] if share < 1 else slots
+        slots = slots if len(slots) else (sets[-1][:1] if sets else torch.zeros(1, dtype=torch.long))
+        sets.append(slots)
+    q, k, v = draw(N, T, D), draw(K, T, D), draw(K, T, D)
+    everywhere = [(draw(K, T, D), draw(K, T, D)) for _ in sets[1:]]
+    leaves = [q, k, v, *(t for pair in everywhere for t in pair)]
+    for i, asking in enumerate(Asking.nested(sets, documents)):
+        slots = sets[i]
+        assert (asking.index_n is None) == (len(slots) == T)
+        if i:
+            assert torch.equal(sets[i - 1] if asking.kept_n is None else sets[i - 1][asking.kept_n], slots)
+        pairs = [(key[:, slots], value[:, slots]) for key, value in everywhere[:i]]
+        ours = causal_plus_diagonals(q[:, slots], k, v, pairs, documents, asking)
+        whole = reference_causal_plus_diagonals(q, k, v, everywhere[:i], documents)[:, slots]
+        again = reference_causal_plus_diagonals(q[:, slots], k, v, pairs, documents, asking)
+        torch.testing.assert_close(ours, whole, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(again, whole, atol=1e-5, rtol=1e-5)
+        weight, used = torch.randn_like(ours), leaves[: 3 + 2 * i]
+        for one, other in zip(gradients(ours, weight, used), gradients(whole, weight, used), strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("lengths", [[6], [1, 4, 2, 1, 3]])

@@ -8,9 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eval.decode import decode
+from eval.settings import Settings
 from models import generate as module
 from models.generate import generate
 from models.target import Target
+from recipes.schema import UserError
 
 NEW = 12
 LENGTHS = (5, 9, 3, 14, 7, 7, 2, 20)
@@ -121,3 +124,12 @@ def test_prefills_hold_little_padding_and_every_prompt_once(lengths: list[int], 
             assert len(batch) <= most and padded < 2 * sum(sizes) and (padded <= 1000 or len(batch) == 1)
             seen += batch
     assert seen == [*reversed(range(len(prompts)))]
+
+
+def test_a_target_that_gives_no_numbers_is_refused(tiny_target: Callable[..., Any], prompts: list[list[int]]) -> None:
+    damaged = tiny_target("llama", seed=77)
+    damaged.final_norm.data[0] = torch.nan
+    with pytest.raises(UserError, match="not numbers"):
+        run(damaged, prompts, 4)
+    with pytest.raises(UserError, match="not numbers"):
+        decode(damaged, None, prompts[:1], Settings("ar", NEW))

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from data_prep import teacher
+from data_prep.teacher import teacher_summary
 from models.target import Target
-from train.features import teacher_summary
 
 
 @pytest.mark.parametrize("chunk", [1, 700, 2**25])

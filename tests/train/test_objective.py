@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -9,24 +10,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from data_prep import teacher as teaching
 from data_prep.rows import Rows
 from models.attention import Documents
 from models.target import States, Target
 from models.vocab import VocabMap
+from recipes.schema import NORMALISERS, OBJECTIVES
 from tests.train import tiny_run
-from train import features, objective
+from train import fused_loss, objective
 from train.batches import load_batch
-from train.objective import UnrollLoss, simulated_tau, soft_cross_entropy, step_weights, survival, tau_from_counts
+from train.losses import Loss
+from train.objective import UnrollLoss, simulated_tau, step_weights, survival, tau_from_counts
 
 CPU = torch.device("cpu")
 
 
-def naive_loss(loss: UnrollLoss, rows: Rows, indices: list[int]) -> tuple[Tensor, list[int], list[float]]:
-    """Row by row, slot by slot: (loss, kept slots a step, accuracy a step)."""
+def naive_loss(loss: UnrollLoss, rows: Rows, indices: list[int]) -> tuple[Tensor, list[int], list[float], list[float]]:
+    """Row by row, slot by slot, over every slot there is: (loss, kept slots a step, accuracy and overlap a step)."""
     target, vocab, steps = loss.target, loss.vocab, loss.steps
-    terms: list[list[Tensor]] = [[] for _ in range(steps)]
-    right, supervised = [0] * steps, [0] * steps
-    for r in indices:
+    terms: list[dict[int, list[Tensor]]] = [{} for _ in range(steps)]
+    right, supervised, overlap = [0] * steps, [0] * steps, [0.0] * steps
+    for number, r in enumerate(indices):
         ids, answer = rows.row(r)
         states = target.features(ids.unsqueeze(0))
         teacher = target.logits(states.final_BTH[0])
@@ -42,23 +46,45 @@ def naive_loss(loss: UnrollLoss, rows: Rows, indices: list[int]) -> tuple[Tensor
                 if len(set(span)) != 1 or span[0] == 0:
                     continue
                 supervised[i] += 1
-                best = int(teacher[p + 1 + i].argmax())
+                logits, best = loss.drafter.logits(hidden[p]), int(teacher[p + 1 + i].argmax())
+                value, shared = slot_loss(loss.loss, logits, teacher[p + 1 + i], vocab.kept_ids)
+                overlap[i] += float(shared.detach())
                 if not vocab.t2d[best]:
                     continue
-                log_q = loss.drafter.logits(hidden[p]).log_softmax(-1)
-                probabilities = teacher[p + 1 + i][vocab.kept_ids].softmax(-1)
-                terms[i].append(-(probabilities * log_q).sum())
-                right[i] += int(vocab.kept_ids[log_q.argmax()]) == best
+                terms[i].setdefault(number, []).append(value)
+                right[i] += int(vocab.kept_ids[logits.argmax()]) == best
     weights = [0.8**i / sum(0.8**j for j in range(steps)) for i in range(steps)]
-    means = [w * torch.stack(t).mean() for w, t in zip(weights, terms, strict=True)]
-    return torch.stack(means).sum(), [len(t) for t in terms], [a / b for a, b in zip(right, supervised, strict=True)]
+    means = [torch.zeros((), requires_grad=True)]
+    for w, by_row in zip(weights, terms, strict=True):
+        if by_row and loss.per_row:
+            means.append(w * torch.stack([torch.stack(t).mean() for t in by_row.values()]).mean())
+        elif by_row:
+            means.append(w * torch.stack([value for t in by_row.values() for value in t]).mean())
+    counts = [len(t) if loss.per_row else sum(map(len, t.values())) for t in terms]
+    rates = [[a / max(1, b) for a, b in zip(part, supervised, strict=True)] for part in (right, overlap)]
+    return torch.stack(means).sum(), counts, rates[0], rates[1]
+
+
+def slot_loss(loss: Loss, draft_V: Tensor, teacher_V: Tensor, kept_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The obvious formulas: (a slot's loss, the overlap of the two laws)."""
+    log_q, log_p = draft_V.log_softmax(-1), teacher_V[kept_ids].log_softmax(-1)
+    overlap = torch.minimum(teacher_V.softmax(-1)[kept_ids], log_q.exp()).sum()
+    kl = (log_p.exp() * (log_p - log_q)).sum()
+    weight = loss.lk_scale * torch.exp(-loss.lk_decay * overlap.detach())
+    values = {
+        "soft_ce": -(log_p.exp() * log_q).sum(),
+        "kl": kl,
+        "lk_alpha": -overlap.log(),
+        "lk_lambda": weight * kl + (1 - weight) * (1 - overlap),
+    }
+    return values[loss.name], overlap
 
 
 def pass_through(loss: UnrollLoss, rows: Rows, micro_batches: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
     """An optimiser step's (loss, sums, counts) over micro-batches, backward done."""
     inputs = [loss.prepare(load_batch(rows, part)) for part in micro_batches]
     counts = torch.stack([loss.counts(x) for x in inputs]).sum(0)
-    total, sums = torch.zeros(()), torch.zeros(6, loss.steps, dtype=torch.float64)
+    total, sums = torch.zeros(()), torch.zeros(7, loss.steps, dtype=torch.float64)
     for x in inputs:
         value, metric = loss(x, counts)
         value.backward()
@@ -70,20 +96,80 @@ def gradients(loss: UnrollLoss) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in loss.drafter.named_parameters() if p.grad is not None}
 
 
-def test_loss_counts_and_accuracy_equal_a_naive_loop(target: Target) -> None:
-    rows, indices = tiny_run.rows(), [0, 2, 3, 7]
-    loss = tiny_run.objective(target)
-    expected, kept, accuracy = naive_loss(loss, rows, indices)
+def assert_equals_naive(loss: UnrollLoss, rows: Rows, micro_batches: list[list[int]]) -> list[int]:
+    """Loss, counts, figures and all gradients; returns the counts."""
+    expected, kept, accuracy, overlap = naive_loss(loss, rows, [r for part in micro_batches for r in part])
     expected.backward()
     wanted = gradients(loss)
     loss.zero_grad()
-    value, sums, counts = pass_through(loss, rows, [[0, 3], [7], [2]])
+    value, sums, counts = pass_through(loss, rows, micro_batches)
     assert counts.tolist() == kept
-    assert kept[0] > kept[1] > kept[2] > 0, "the test must hold dropped and censored slots"
     assert value.item() == pytest.approx(expected.item(), abs=1e-5)
     assert loss.metrics(sums)["acc"] == pytest.approx(accuracy, abs=1e-5)
+    assert loss.metrics(sums)["overlap"] == pytest.approx(overlap, abs=2e-5)
     for name, gradient in gradients(loss).items():
-        torch.testing.assert_close(gradient, wanted[name], atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(gradient, wanted.get(name, torch.zeros_like(gradient)), atol=2e-6, rtol=2e-4)
+    return kept
+
+
+def test_loss_counts_and_accuracy_equal_a_naive_loop(target: Target) -> None:
+    kept = assert_equals_naive(tiny_run.objective(target), tiny_run.rows(), [[0, 3], [7], [2]])
+    assert kept[0] > kept[1] > kept[2] > 0, "the test must hold dropped and censored slots"
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    lengths=st.lists(st.integers(1, 24), min_size=1, max_size=4),
+    flags=st.sets(st.sampled_from(["fc_norm", "norm_output", "norm_before_residual", "qk_norm"])),
+    name=st.sampled_from(OBJECTIVES),
+    normaliser=st.sampled_from(NORMALISERS),
+    recompute=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_work_on_the_supervised_slots_alone_changes_nothing(
+    target: Target, lengths: list[int], flags: set[str], name: str, normaliser: str, recompute: bool, seed: int
+) -> None:
+    """Against the naive loop over every slot: packed rows with no, one and several answers, all flags, all losses."""
+    draw = random.Random(seed)
+    marks = []
+    for length in lengths:
+        turns = [(k, draw.randint(1, 9)) for k in draw.sample([0, 1, 2, 3], 4)]
+        answers = [k for k, n in turns for _ in range(n)]
+        marks.append([0] * max(0, length - len(answers)) + answers[:length])
+    rows = tiny_run.make_rows([([draw.randrange(tiny_run.VOCAB) for _ in m], m) for m in marks], [{} for _ in marks])
+    eagle: dict[str, Any] = {"objective": name, "normaliser": normaliser, "lk_decay": 2.0, **dict.fromkeys(flags, True)}
+    loss = tiny_run.objective(target, seed=seed, keep_bytes=0, **eagle)
+    loss.recompute = recompute
+    assert_equals_naive(loss, rows, [list(range(len(rows)))])
+
+
+def test_one_norm_before_fc_trains_the_same(target: Target) -> None:
+    loss = tiny_run.objective(target, norm_before_fc=True)
+    assert_equals_naive(loss, tiny_run.rows(), [[0, 3], [7]])
+
+
+def test_recomputed_activations_give_the_same_gradients_bit_for_bit(target: Target) -> None:
+    rows, loss = tiny_run.rows(), tiny_run.objective(target)
+    value, sums, _ = pass_through(loss, rows, [[1, 3, 5, 6]])
+    held = gradients(loss)
+    loss.zero_grad()
+    loss.recompute = True
+    again, sums_again, _ = pass_through(loss, rows, [[1, 3, 5, 6]])
+    assert value.item() == again.item() and torch.equal(sums, sums_again)
+    assert all(torch.equal(gradient, held[name]) for name, gradient in gradients(loss).items())
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_layers_and_head_run_on_the_supervised_slots_alone(target: Target, bf16: bool) -> None:
+    rows, loss = tiny_run.rows(), tiny_run.objective(target)
+    loss.bf16, seen = bf16, []
+    for module in (loss.drafter.midlayer.mlp, loss.drafter.midlayer.self_attn.q_proj, loss.drafter.lm_head):
+        module.register_forward_pre_hook(lambda m, args: seen.append(args[0].flatten(0, -2).shape[0]))
+    batch = load_batch(rows, [0, 3, 7])
+    inputs = loss.prepare(batch)
+    loss(inputs, loss.counts(inputs))
+    slots = inputs.supervised_ST.sum(1).tolist()
+    assert seen == [n for n in slots for _ in "qm"] + [sum(slots)] and slots[0] < len(batch.ids_T)
 
 
 def test_one_micro_batch_of_four_equals_four_of_one(target: Target) -> None:
@@ -179,25 +265,15 @@ def test_bf16_autocast_stays_near_fp32(target: Target) -> None:
 def test_chunks_change_nothing(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, loss = tiny_run.rows(), tiny_run.objective(target)
     whole, sums, _ = pass_through(loss, rows, [[3, 7]])
-    for module in (objective, features):
-        monkeypatch.setattr(module, "CHUNK", 3 * tiny_run.VOCAB)
+    at_once = gradients(loss)
+    loss.zero_grad()
+    monkeypatch.setattr(teaching, "CHUNK", 3 * tiny_run.VOCAB)
+    monkeypatch.setattr(fused_loss, "CHUNK_CPU", 3 * loss.vocab.size)
     parts, sums_parts, _ = pass_through(loss, rows, [[3, 7]])
     assert whole.item() == pytest.approx(parts.item(), abs=1e-6)
     torch.testing.assert_close(sums, sums_parts, atol=1e-4, rtol=1e-6)
-
-
-def test_soft_cross_entropy_gradient_is_that_of_autograd() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
-    teacher, rows = torch.randn(3, 7, dtype=torch.float64), torch.tensor([0, 2, 2, 1, 0])
-    loss, guess = soft_cross_entropy(logits, teacher, rows)
-    expected = -(teacher[rows].softmax(-1) * logits.log_softmax(-1)).sum(-1)
-    torch.testing.assert_close(loss, expected)
-    assert guess.tolist() == logits.argmax(-1).tolist()
-    weights = torch.rand(5, dtype=torch.float64)
-    (ours,) = torch.autograd.grad((loss * weights).sum(), logits, retain_graph=True)
-    (theirs,) = torch.autograd.grad((expected * weights).sum(), logits)
-    torch.testing.assert_close(ours, theirs)
+    for name, gradient in gradients(loss).items():
+        torch.testing.assert_close(gradient, at_once[name], atol=1e-6, rtol=1e-4)
 
 
 def test_step_weights_sum_to_one() -> None:

@@ -17,6 +17,7 @@ from models.eagle3 import Eagle3, Eagle3Config
 from models.target import Target, load_target
 from models.vocab import VocabMap
 from recipes.schema import EagleConfig, Recipe, TargetConfig, TrainConfig
+from train import warm_start
 from train.loop import Loop, make_accelerator
 from train.objective import UnrollLoss
 
@@ -55,12 +56,15 @@ def recipe(**train: Any) -> Recipe:
     return Recipe(train=TrainConfig(**(values | train)), eagle=EagleConfig(unroll_steps=STEPS))
 
 
-def objective(target: Target, kept: VocabMap | None = None, seed: int = 0, keep_bytes: int = 2**20) -> UnrollLoss:
+def objective(
+    target: Target, kept: VocabMap | None = None, seed: int = 0, keep_bytes: int = 2**20, **eagle: Any
+) -> UnrollLoss:
     kept = kept or vocab()
     torch.manual_seed(seed)
-    drafter = Eagle3(Eagle3Config.from_target(target, kept), kept)
+    flags = {name: value for name, value in eagle.items() if name in warm_start.FLAGS}
+    drafter = Eagle3(Eagle3Config.from_target(target, kept, **flags), kept)
     drafter.init_from_target(target)
-    return UnrollLoss(drafter, target, kept, STEPS, 0.8, keep_bytes=keep_bytes)
+    return UnrollLoss(drafter, target, kept, EagleConfig(unroll_steps=STEPS, **eagle), keep_bytes=keep_bytes)
 
 
 class Stop(Exception):

@@ -1,0 +1,112 @@
+"""The modules of EAGLE-3's one decoder layer and of its head (models/eagle3.py).
+
+B batch, T slots, n slots that ask, H hidden, N heads, K key-value heads, D head size, Vd draft vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.attention import rotate
+from models.linear import Linear
+
+if TYPE_CHECKING:
+    from models.eagle3 import Eagle3Config
+
+
+def picked(x: Tensor, index_n: Tensor | None, axis: int) -> Tensor:
+    """The slots of `index` along an axis; all of them where it is None."""
+    return x if index_n is None else x.index_select(axis, index_n)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        # in fp32 whatever the stream's dtype: under autocast the stream is bf16 and the gain fp32
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: "Eagle3Config") -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.q_proj = Linear(2 * c.hidden_size, self.heads * c.head_dim, bias=False)
+        self.k_proj = Linear(2 * c.hidden_size, self.kv_heads * c.head_dim, bias=False)
+        self.v_proj = Linear(2 * c.hidden_size, self.kv_heads * c.head_dim, bias=False)
+        self.o_proj = Linear(self.heads * c.head_dim, c.hidden_size, bias=False)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
+
+    def project(
+        self, x_BTX: Tensor, rope: tuple[Tensor, Tensor], asking_n: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries [B, N, T, D] (of the `asking` slots alone if given) and keys, and values [B, K, T, D]."""
+        asks = picked(x_BTX, asking_n, 1)
+        q, k, v = (
+            linear(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for linear, x in ((self.q_proj, asks), (self.k_proj, x_BTX), (self.v_proj, x_BTX))
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        cos, sin = rope
+        return rotate(q, picked(cos, asking_n, 1), picked(sin, asking_n, 1)), rotate(k, cos, sin), v
+
+
+class MLP(nn.Module):
+    def __init__(self, c: "Eagle3Config") -> None:
+        super().__init__()
+        self.gate_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
+        self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+AttendFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q, k, v) -> [B, T, N*D]
+
+
+class Layer(nn.Module):
+    """Attention reads [normed embedding ; normed state]; the residual stream starts from the un-normed state, or from
+    the normed one with `norm_before_residual`."""
+
+    def __init__(self, c: "Eagle3Config") -> None:
+        super().__init__()
+        self.norm_before_residual = c.norm_before_residual
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn = Attention(c)
+        self.mlp = MLP(c)
+
+    def forward(
+        self,
+        state_BTH: Tensor,
+        embed_BTH: Tensor,
+        rope: tuple[Tensor, Tensor],
+        attention: AttendFn,
+        asking_n: Tensor | None = None,
+    ) -> Tensor:
+        """The outputs of all slots, or of the `asking` ones; every slot makes keys and values."""
+        normed_BTH = self.hidden_norm(state_BTH)
+        x = torch.cat((self.input_layernorm(embed_BTH), normed_BTH), dim=-1)
+        residual = picked(normed_BTH if self.norm_before_residual else state_BTH, asking_n, 1)
+        h = residual + self.self_attn.o_proj(attention(*self.self_attn.project(x, rope, asking_n)))
+        out: Tensor = h + self.mlp(self.post_attention_layernorm(h))
+        return out
+
+
+class Head(Linear):
+    """The drafter's head. `through` may take its input and weight in place of the product: a loss that never holds all
+    logits is then part of this module's forward, around which sharded training gathers the weight."""
+
+    def forward(self, x: Tensor, through: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
+        return super().forward(x) if through is None else through(x, self.weight)
