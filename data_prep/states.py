@@ -10,6 +10,7 @@ those that are there. `train/eagle.py` with data.states set writes what is missi
 import io
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -68,6 +69,7 @@ def write(
     if not own and not (missing and together):
         return
     target, done, tokens, forwards = load(), 0, 0, 0
+    began = time.monotonic()
     most = PACKED if target.device.type == "cuda" else 1
     with meter("states", sum(len(layout.spans[n]) for n in own)) as report:
         for number in own:
@@ -77,6 +79,8 @@ def write(
                 done, tokens, forwards = done + len(rows), tokens + len(parts[-1].taps_TC), forwards + 1
                 report(done, tokens)
             write_shard(layout, number, parts)
+    seconds = time.monotonic() - began
+    print(f"states: {tokens:,} tokens written in {seconds:,.1f} s, {tokens / seconds:,.0f} tokens/s", flush=True)
     if together:
         most_of_all = max(sum(len([*batches(layout, n, most)]) for n in share(missing, r, ranks)) for r in range(ranks))
         for _ in range(most_of_all - forwards):

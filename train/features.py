@@ -72,16 +72,18 @@ class StoredTeacher(Teacher):
         if not key:  # a rank without rows
             return self._blank(len(batch.ids_T), int(teaches_T.sum()))
         found = self.coming.pop(key).result() if key in self.coming else self._read(batch.rows)
-        features = found.features(self.target.device, self.store.layout.dtype)
-        if len(features.best_m):
-            return features
-        return self._blank(len(batch.ids_T), int(teaches_T.sum()))._replace(taps_TC=features.taps_TC)
+        features, m = found.features(self.target.device, self.store.layout.dtype), int(teaches_T.sum())
+        if len(found.best_m) == 0:
+            return self._blank(len(batch.ids_T), m)._replace(taps_TC=features.taps_TC)
+        assert len(found.best_m) == m, "what teaches follows from the answer marks alone"
+        return features
 
     def _read(self, pack: Sequence[int]) -> Stored:
         found = self.store.read(pack)
         if self.target.device.type != "cuda":
             return found
-        return found.pinned()
+        with torch.cuda.device(self.target.device):  # a thread's own is the first card
+            return found.pinned()
 
     def _blank(self, T: int, m: int) -> Features:
         """Where nothing teaches: finite, and the objective's weight for it is zero."""

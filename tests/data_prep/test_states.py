@@ -308,7 +308,9 @@ def test_the_command_writes_its_share_and_a_dry_run_knows_the_size(
 
 
 @pytest.mark.slow
-def test_the_file_runs_under_a_launcher_from_any_folder(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_the_file_runs_under_a_launcher_from_any_folder_and_what_it_wrote_is_timed(
+    make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
     recipe = make_recipe(states="fp8")
     prepare(recipe, lambda dtype: load_target(recipe.target, "cpu", dtype))
     save(recipe, tmp_path / "recipe.yaml")
@@ -317,3 +319,7 @@ def test_the_file_runs_under_a_launcher_from_any_folder(make_recipe: Callable[..
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")} | {"OMP_NUM_THREADS": "1"}
     subprocess.run(line, cwd=tmp_path, env=environment, check=True, timeout=300)
     assert len([*(tmp_path / "cache").glob("states-*/shard-*/states.safetensors")]) == 9
+    line = [sys.executable, f"{ROOT}/scripts/bench_states.py", f"recipe={tmp_path}/recipe.yaml"]
+    done = subprocess.run(line, cwd=tmp_path, env=environment, check=True, timeout=300, capture_output=True, text=True)
+    for words in ("written and flushed", "read from the disk", "read from the page cache"):
+        assert f"\n{words}: " in done.stdout

@@ -282,3 +282,16 @@ def test_two_processes_end_to_end(arguments: list[str], run_dir: Path, tmp_path:
     assert refused.returncode != 0
     assert refused.stderr.count("error: two holds a run that differs") == 1
     assert "seed: was 0, now 3" in refused.stderr
+
+
+@pytest.mark.slow
+def test_two_processes_write_and_read_states_on_disk(arguments: list[str], tmp_path: Path) -> None:
+    """Each writes its share, each reads its own rows; the curve is that of one process."""
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", f"{ROOT}/recipes/accelerate/ddp.yaml")
+    more = ["data.states=bf16", "seed=7", "train.epochs=1", "eval.decoders=[ar]"]
+    done = command(*arguments, *more, "run_dir=two", cwd=tmp_path, launcher=launcher)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    assert done.stdout.count("tokens written in") == 2
+    done = command(*arguments, *more, "run_dir=one", cwd=tmp_path)
+    assert done.returncode == 0 and "shards, 0 to be made" in done.stdout
+    assert curve(tmp_path / "two", "loss") == pytest.approx(curve(tmp_path / "one", "loss"), abs=1e-4)
