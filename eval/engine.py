@@ -111,7 +111,7 @@ class Engine:
         self.target, self.settings, self.cache, self.drafting = target, settings, cache, drafting
         device, rows = target.device, cache.rows
         self.fixed = device.type == "cuda" if fixed is None else fixed  # shapes are
-        self.steps = Steps(device, captures=self.fixed)
+        self.steps = Steps(device, captures=self.fixed and not target.sharded)
         self.roots = torch.zeros(rows, dtype=torch.int64, device=device)
         self.row_ids = torch.zeros_like(self.roots)
         self.alive = torch.ones(rows, dtype=torch.bool, device=device)

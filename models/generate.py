@@ -27,7 +27,7 @@ class _Slots:
         self.owner: list[int | None] = [None] * rows
         self.seen = [0] * rows  # generated tokens of each row already looked at on the host
         self.started = [0] * rows  # prompt length
-        self._captured = Steps(device)
+        self._captured = Steps(device, captures=not target.sharded)
 
     def admit(self, rows: list[int], indices: list[int], prompts: list[list[int]], temperatures: list[float]) -> None:
         """Prefill prompts and put them into free rows, their first new token chosen."""

@@ -4,7 +4,7 @@ Layer numbering: `h[0]` is the embedding output, `h[L]` the residual stream afte
 layers, before the final norm. B batch, T positions, S key slots, H hidden, V vocabulary, C = len(taps) * H.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -18,6 +18,7 @@ from models.cache import KVCache
 from models.kernels import kernels, serve
 from models.linear import linear
 from models.source import Source, load_model, load_tokenizer, resolve
+from models.target_weights import Layer, Weights, Whole, affine, concatenate
 from recipes.schema import TargetConfig, UserError
 
 PREFILL_CHUNK = 2048  # positions of a prefill's forward, at most
@@ -35,22 +36,6 @@ class States:
 
 
 SeeFn = Callable[[slice, States], None]  # (positions of a chunk, their states)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One decoder layer's weights, q/k/v and gate/up fused; norms as plain gains."""
-
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: nn.Linear
-    gate_up: Tensor
-    down: nn.Linear
-    act: nn.Module
-    norms: dict[str, Tensor]
-    scale: float
-    softcap: float | None
-    kind: str  # "full_attention" | "sliding_attention"
 
 
 class Target:
@@ -76,17 +61,52 @@ class Target:
         self.plus_one = config.model_type.startswith("gemma")  # Gemma's norms multiply by (1 + w)
         self.final_softcap = getattr(config, "final_logit_softcapping", None)
         body = model.get_decoder()
-        self.embed_tokens = body.embed_tokens
-        self.embed_weight, self.head_weight = body.embed_tokens.weight, model.get_output_embeddings().weight
-        self.device, self.dtype = self.embed_weight.device, self.embed_weight.dtype
+        self._embedding = body.embed_tokens
         self.final_norm = self._gain(body.norm)
-        self.layers = [self._fuse(layer, i) for i, layer in enumerate(body.layers)]
+        layers = [self._fuse(layer, i) for i, layer in enumerate(body.layers)]
+        self.weights: Weights = Whole(layers, body.embed_tokens.weight, model.get_output_embeddings().weight)
+        self.kinds = [layer.kind for layer in layers]
         self._rotary, self._tables = body.rotary_emb, {}  # type: Any, dict[str, tuple[Tensor, Tensor]]
-        everywhere = all(la.kind == "full_attention" and la.softcap is None for la in self.layers)
-        one_norm = "pre_feedforward_layernorm" not in self.layers[0].norms
+        everywhere = all(la.kind == "full_attention" and la.softcap is None for la in layers)
+        one_norm = "pre_feedforward_layernorm" not in layers[0].norms
         silu = getattr(config, "hidden_act", "") == "silu"
-        plain = everywhere and one_norm and silu
-        self.kernels = kernels(self.device, self.dtype, self.head_dim) if plain else None
+        self.plain = everywhere and one_norm and silu  # the kernels know such layers
+        self.place(self.embed_weight.device)
+
+    def place(self, device: torch.device) -> None:
+        """Say where it runs."""
+        self.device, self.dtype = device, self.final_norm.dtype
+        self.kernels = kernels(self.device, self.dtype, self.head_dim) if self.plain else None
+
+    def release(self, device: torch.device) -> None:
+        """Let go of the model that it was made from, once `weights` holds none of its matrices."""
+        self.model = None
+        self._embedding.weight = nn.Parameter(self.final_norm.new_empty(0), requires_grad=False)
+        self._embedding, self._rotary = self._embedding.to(device), self._rotary.to(device)
+        self.final_norm = self.final_norm.to(device)
+        self.place(device)
+
+    @property
+    def layers(self) -> Sequence[Layer]:
+        return self.weights.layers
+
+    @property
+    def embed_weight(self) -> Tensor:
+        return self.weights.embedding
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.weights.head
+
+    @property
+    def sharded(self) -> bool:
+        """Whether every forward is one of all processes: it can't be captured, and none may skip one."""
+        return not isinstance(self.weights, Whole)
+
+    def embed_tokens(self, ids: Tensor) -> Tensor:
+        """What the first layer reads: the rows of `embed`, scaled as the family does."""
+        scaled: Tensor = torch.func.functional_call(self._embedding, {"weight": self.embed_weight}, ids)
+        return scaled
 
     def _gain(self, norm: nn.Module) -> Tensor:
         weight: Tensor = norm.get_parameter("weight").data
@@ -95,14 +115,15 @@ class Target:
     def _fuse(self, layer: Any, index: int) -> Layer:
         """Concatenate projections that read the same input; the model's own weights become views, so memory stays."""
         attn, mlp = layer.self_attn, layer.mlp
-        qkv, bias = _concatenate([attn.q_proj, attn.k_proj, attn.v_proj])
-        gate_up, _ = _concatenate([mlp.gate_proj, mlp.up_proj])
+        qkv, bias = concatenate([attn.q_proj, attn.k_proj, attn.v_proj])
+        gate_up, _ = concatenate([mlp.gate_proj, mlp.up_proj])
         named = {n: m for n, m in [*layer.named_children(), *attn.named_children()] if n.endswith("norm")}
         kinds = getattr(self.config, "layer_types", None)
         kind = kinds[index] if kinds else ("sliding_attention" if self.window else "full_attention")
         softcap = getattr(attn, "attn_logit_softcapping", None)
         norms = {n: self._gain(m) for n, m in named.items()}
-        return Layer(qkv, bias, attn.o_proj, gate_up, mlp.down_proj, mlp.act_fn, norms, attn.scaling, softcap, kind)
+        out, down = affine(attn.o_proj), affine(mlp.down_proj)
+        return Layer(qkv, bias, out, gate_up, down, mlp.act_fn, norms, attn.scaling, softcap, kind)
 
     def _norm(self, x: Tensor, gain: Tensor) -> Tensor:
         return F.rms_norm(x, (gain.shape[0],), gain, self.eps)
@@ -113,7 +134,7 @@ class Target:
         if key not in self._tables:
             everywhere = torch.arange(self.max_positions, device=self.device).unsqueeze(0)
             extra = (key,) if key else ()
-            cos, sin = self._rotary(self.embed_weight, everywhere, *extra)
+            cos, sin = self._rotary(self.final_norm, everywhere, *extra)
             self._tables[key] = (cos[0], sin[0])
         return self._tables[key]
 
@@ -139,7 +160,7 @@ class Target:
         depths = torch.arange(T, device=self.device).expand(B, T) if depths_BT is None else depths_BT
         start = cache.lengths.unsqueeze(1) if cache is not None else 0
         positions = (depths + start).clamp(max=self.max_positions - 1)
-        masks = {kind: self._mask(kind, cache, positions, ancestors_BTT) for kind in {la.kind for la in self.layers}}
+        masks = {kind: self._mask(kind, cache, positions, ancestors_BTT) for kind in {*self.kinds}}
 
         def attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             layer = self.layers[index]
@@ -151,7 +172,7 @@ class Target:
         return self._run(ids_BT, positions, attention)
 
     def _run(self, ids_BT: Tensor, positions_BT: Tensor, attention: AttendFn) -> States:
-        tables = {kind: self._rope(kind) for kind in {la.kind for la in self.layers}}
+        tables = {kind: self._rope(kind) for kind in {*self.kinds}}
         ropes = {kind: (cos[positions_BT], sin[positions_BT]) for kind, (cos, sin) in tables.items()}
         x = self.embed_tokens(ids_BT)
         states = [x] if 0 in self.taps else []
@@ -166,7 +187,7 @@ class Target:
     ) -> States:
         """`forward` by the kernels of the device: the same layers, with fewer launches."""
         seen = None if ancestors_BTT is None else ancestors_BTT.to(torch.uint8).contiguous()
-        rope, states = self._rope(self.layers[0].kind), []
+        rope, states = self._rope(self.kinds[0]), []
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
             x, normed = fused.add_norm(x, delta, layer.norms["input_layernorm"], self.eps)
@@ -304,16 +325,6 @@ def check_taps(taps: list[int] | None, n_layers: int, key: str = "target.taps") 
             f"Give distinct ascending ones: {key}=[1,2,3]"
         )
     return chosen
-
-
-def _concatenate(modules: list[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    weight = torch.cat([module.weight.data for module in modules])
-    biases = [module.bias for module in modules if module.bias is not None]
-    offset = 0
-    for module in modules:
-        module.weight.data = weight[offset : offset + module.out_features]
-        offset += module.out_features
-    return weight, torch.cat([b.data for b in biases]) if biases else None
 
 
 def refuse_nan(logits_BV: Tensor) -> Tensor:

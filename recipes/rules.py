@@ -24,6 +24,7 @@ from recipes.schema import (
 CHOICES: dict[str, tuple[str, ...]] = {
     "device": ("auto", "cpu", "cuda"),
     "target.dtype": DTYPES,
+    "target.shard": ("auto", "always", "never"),
     "data.dtype": DTYPES,
     "eval.dtype": DTYPES,
     "data.states": ("none", "bf16", "fp8"),
@@ -46,7 +47,7 @@ AT_MOST = {"depth": 16, "chain_length": 16, "branch": 64, "nodes": 1024, "temper
 AT_LEAST_ZERO = {
     "data.server": ("requests_per_minute",),
     "eagle": ("draft_vocab", "lk_decay"),
-    "train": ("max_steps", "weight_decay", "keep_features_mb"),
+    "train": ("max_steps", "weight_decay", "keep_features_mb", "spike"),
     "eval": ("limit", "temperature", "top_k"),
 }
 

@@ -30,6 +30,7 @@ class TargetConfig:
     sha256: str = ""  # of the GGUF file; refused when it differs; empty = not checked
     taps: list[int] = field(default_factory=list)  # h[L] numbering; empty = [2, n // 2, n - 3]
     dtype: str = "auto"  # auto = bfloat16 on a GPU, float32 on a CPU
+    shard: str = "auto"  # each process of a training keeps a part of it: always | never | auto = under ZeRO-3
     template_args: dict[str, Any] = field(default_factory=dict)  # passed to the chat template, recorded with the run
     trust_remote_code: bool = False
 
@@ -107,6 +108,7 @@ class TrainConfig:
     warmup: float = 0.05  # share of the steps
     min_lr: float = 0.1  # share of learning_rate at the end of the cosine
     clip: float = 0.5
+    spike: float = 3.0  # stop where a step's loss is above so many times the median of the 50 before; 0 = never
     recompute: bool = False  # run every unroll step again in the backward: slower, but far fewer activations are held
     precision: str = "auto"  # auto = bf16 autocast over fp32 masters on a GPU, fp32 on a CPU; fast = bf16 where faster
     save_every: int = 200  # steps; the end of an epoch always saves

@@ -137,12 +137,14 @@ class Usage:
 
     tokens: int = 0  # of rows
     idle: int = 0  # run through the models without being a token of a row
+    pairs: int = 0  # of a token and one that it sees in its own row
     budget: int = 0  # what the micro-batches could have held
 
     def add(self, shares: list[list[Pack]], lengths: np.ndarray, micro_tokens: int) -> None:
         for one in (p for share in shares for p in share):
             tokens = int(lengths[one].sum())
             self.tokens += tokens
+            self.pairs += sum(int(lengths[row]) * (int(lengths[row]) + 1) // 2 for row in one)
             self.idle += 0 if one else IDLE
             self.budget += max(micro_tokens, tokens)
 

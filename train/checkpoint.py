@@ -17,10 +17,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.vocab import VocabMap, refuse_other_vocab, write_vocab
 from recipes.files import make_folder, read_json, whole_folder, write_text
@@ -30,8 +29,8 @@ from train.batches import Cursor
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # what may change between a run and its continuation without changing what is learned (but in its last bits, as another
 # number of ranks does: keep_features_mb=0)
-FREE = {"data.cache", "data.slots"}
-FREE |= {f"train.{key}" for key in ("save_every", "keep", "log_every", "tracker", "keep_features_mb")}
+FREE = {"data.cache", "data.slots", "target.shard"}
+FREE |= {f"train.{key}" for key in ("save_every", "keep", "log_every", "tracker", "keep_features_mb", "spike")}
 LATER = {"target.fingerprint", "target.template", "data.hash", "vocabulary.hash"}  # not in the recipe
 PARTS = ("target", "data", "train", "eagle")
 
@@ -46,6 +45,7 @@ class State:
     optimizer_step: int = 0
     scores: dict[int, float] = field(default_factory=dict)  # measured validation tau by step
     identity: dict[str, str] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)  # what train.guard compares with
 
     def best(self) -> int | None:
         """Step of the highest validation tau; the earlier of equals."""
@@ -123,7 +123,8 @@ class Store:
         raw = read_json(file, "damaged checkpoint, delete its folder")
         try:
             scores = {int(k): float(v) for k, v in raw["scores"].items()}
-            return State(Cursor(**raw["cursor"]), int(raw["optimizer_step"]), scores, dict(raw["identity"]))
+            losses = [float(loss) for loss in raw.get("losses", [])]
+            return State(Cursor(**raw["cursor"]), int(raw["optimizer_step"]), scores, dict(raw["identity"]), losses)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"damaged checkpoint, delete its folder: {file} lacks what it should hold: {error!r}"
@@ -190,57 +191,6 @@ def _flatten(prefix: str, value: Any) -> dict[str, str]:
     if isinstance(value, dict) and value:
         return {k: v for key, inner in value.items() for k, v in _flatten(f"{prefix}.{key}", inner).items()}
     return {prefix: repr(value)}
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """A copy of its own on the CPU; floats in fp32."""
-    tensor = tensor.detach().to("cpu", torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
-    return tensor.contiguous()
-
-
-def gather(drafter: nn.Module, optimizer: torch.optim.Optimizer, engine: Any) -> tuple[dict[str, Tensor], Moments, int]:
-    """(model, moments, AdamW's step count). Under DeepSpeed (`engine`) a collective that all ranks must call."""
-    trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
-    model = {name: _own(t) for name, t in drafter.state_dict().items()}
-    if engine is None:
-        states = {name: optimizer.state[p] for name, p in trained.items()}
-        moments = {kind: {name: _own(s[kind]) for name, s in states.items()} for kind in MOMENTS}
-        count = max((int(s["step"]) for s in states.values()), default=0)
-        return model, moments, count
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    moments = {kind: {} for kind in MOMENTS}
-    for name, p in trained.items():
-        model[name] = _own(safe_get_full_fp32_param(p))
-        for kind in MOMENTS:
-            moments[kind][name] = _own(safe_get_full_optimizer_state(p, kind))
-    count = max(int(s["step"]) for s in engine.optimizer.optimizer.state.values())
-    return model, moments, count
-
-
-def restore_optimizer(
-    drafter: nn.Module, optimizer: torch.optim.Optimizer, engine: Any, moments: Moments, count: int
-) -> None:
-    """Put AdamW's state back, after the backend has wrapped the model (parameters go in before)."""
-    trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
-    if engine is None:
-        for name, p in trained.items():
-            loaded = {kind: moments[kind][name].to(p.device) for kind in MOMENTS}
-            optimizer.state[p] = {"step": torch.tensor(float(count)), **loaded}
-        return
-    from deepspeed.utils import safe_set_full_optimizer_state
-
-    # ZeRO keeps one flat fp32 partition a group and makes AdamW's state lazily at the first step: make it now, link the
-    # parameters' fragments to it as that first step would, then fill the fragments by name
-    zero = engine.optimizer
-    for group in zero.optimizer.param_groups:
-        for flat in group["params"]:
-            blank = {kind: torch.zeros_like(flat) for kind in MOMENTS}
-            zero.optimizer.state[flat] = {"step": torch.tensor(float(count)), **blank}
-    zero._lazy_init_hp_params_optimizer_state()
-    for name, p in trained.items():
-        for kind in MOMENTS:
-            safe_set_full_optimizer_state(p, moments[kind][name].to(p.device), kind)
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -14,13 +14,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from any folder
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -36,6 +37,7 @@ from eval import harness
 from models.card import measured, public, sources, target_licence, write_card
 from models.eagle3 import Eagle3
 from models.layouts import default_layout, save_drafter
+from models.sharded import led, load_sharded
 from models.source import Source, load_tokenizer
 from models.target import Target, choose_device, choose_dtype, load_target
 from recipes.cli import entry
@@ -52,10 +54,11 @@ from recipes.files import (
 from recipes.loading import save
 from recipes.schema import Recipe, UserError
 from train import warm_start
+from train.backend import make_accelerator, shards_target
 from train.checkpoint import State, Store, refuse_other_run, run_identity
 from train.cost import kept_features, training_cost, use_bf16
 from train.features import StoredTeacher
-from train.loop import Loop, make_accelerator
+from train.loop import Loop
 from train.objective import UnrollLoss
 
 VERSIONS = ("torch", "transformers", "accelerate", "deepspeed", "safetensors")
@@ -90,39 +93,40 @@ def train(recipe: Recipe, folder: Path, source: Source, prompts: list[Prompt]) -
     torch.manual_seed(recipe.seed)
     device = local_device(recipe)
     dtype = choose_dtype(recipe.target.dtype, device)
-    target = load_target(recipe.target, device, dtype)
-    # before the accelerator exists, so that the other ranks wait where they are told how long
-    prepared = prepare(recipe, loader(recipe, target), source) if rank() == 0 else None
     accelerator = make_accelerator(device, recipe.train.clip)
+    main = accelerator.is_main_process
+    target = load(recipe, accelerator, device, dtype)
+    prepared = led(target, main, lambda: prepare(recipe, loader(recipe, target), source))
     told: list[Any] = [str(prepared.folder) if prepared else "", use_bf16(recipe, device)]
     shared_folder, bf16 = broadcast_object_list(told)  # what a short timing says must hold for all
     prepared = prepared or shared(Path(shared_folder))
     drafter, prepared = warm_start.make_drafter(recipe, target, prepared)
     identity = identify(recipe, source, prepared)
-    if accelerator.is_main_process:
+    if main:
         if recipe.eagle.init_from:
             print(warm_start.describe(recipe, source, prepared), flush=True)
         Store(folder, prepared.vocab).resume(identity)  # refuses another run before anything of this one is written
         begin(recipe, folder, source, prepared)
     teacher = loader(recipe, target)(states.forward_dtype(recipe, device, bf16))
-    keep, recompute = kept_features(recipe), recipe.train.recompute
-    objective = UnrollLoss(drafter, teacher, prepared.vocab, recipe.eagle, bf16, keep, recompute)
+    keep = 0 if target.sharded else kept_features(recipe)  # a rank that skips a forward would leave the others waiting
+    objective = UnrollLoss(drafter, teacher, prepared.vocab, recipe.eagle, bf16, keep, recipe.train.recompute)
     if recipe.data.states != "none":
-        layout = states.layout_of(recipe, source, prepared, teacher.dtype)
+        layout, ranks = states.layout_of(recipe, source, prepared, teacher.dtype), accelerator.num_processes
         (missing,) = broadcast_object_list([layout.missing()])
-        states.write(layout, missing, lambda: teacher, accelerator.process_index, accelerator.num_processes)
+        states.write(layout, missing, lambda: teacher, accelerator.process_index, ranks, together=teacher.sharded)
         accelerator.wait_for_everyone()
         objective.teacher = StoredTeacher(teacher, StateStore(layout))
     loop = Loop(recipe, objective, prepared.train, accelerator, folder)
 
-    def score(step: int) -> float:
-        return harness.validation_tau(recipe, target, drafter, prepared.validation_prompts)
+    def score(drafter: Eagle3) -> float | None:
+        return led(target, main, lambda: harness.validation_tau(recipe, target, drafter, prepared.validation_prompts))
 
     wanted = recipe.eval.each_epoch and len(prepared.validation_prompts) > 0
     state = loop.run(identity, score if wanted else None, asdict(recipe))
-    if accelerator.is_main_process:
-        export(recipe, folder, source, prepared, drafter, state)
-        report(recipe, folder, target, drafter, state, prompts, loop.packing())
+    best = loop.whole.to(device)
+    if main:
+        export(recipe, folder, source, prepared, best, state)
+    led(target, main, lambda: report(recipe, folder, target, best, state, prompts, loop.packing()))
     accelerator.end_training()
 
 
@@ -142,6 +146,13 @@ def local_device(recipe: Recipe) -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     return device
+
+
+def load(recipe: Recipe, accelerator: Accelerator, device: torch.device, dtype: torch.dtype) -> Target:
+    if not shards_target(recipe, accelerator):
+        return load_target(recipe.target, device, dtype)
+    turns = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return load_sharded(recipe.target, device, dtype, accelerator.local_process_index, turns)
 
 
 def loader(recipe: Recipe, target: Target) -> Callable[[torch.dtype], Target]:
@@ -237,16 +248,21 @@ def report(
 ) -> None:
     """Measure the exported drafter on prompts that neither training nor the choice has seen, and say where all is."""
     step = Store(folder).named("best")
-    load = loader(recipe, target)
+    if target.sharded and recipe.eval.lossless >= 0:
+        print(
+            "the target is sharded, so its outputs are not compared with transformers'; eval.run does that", flush=True
+        )
+        recipe = replace(recipe, eval=replace(recipe.eval, lossless=-1))
+    copies = loader(recipe, target)
     wanted = recipe.eval.dtype if recipe.eval.dtype != "auto" else recipe.target.dtype
     results = harness.evaluate(
         recipe,
-        load(choose_dtype(wanted, target.device)),
+        copies(choose_dtype(wanted, target.device)),
         drafter,
         prompts,
         folder / "eval" / f"step-{step}",
         drafter_name=str(folder / "drafter"),
-        load_fp32=lambda: load(torch.float32),
+        load_fp32=lambda: copies(torch.float32),
     )
     write_card(folder / "drafter", {"measured": [measured(result, recipe.eval.prompts) for result in results]})
     summary = {

@@ -23,6 +23,8 @@ class Teacher:
     first kept, up to `keep_bytes`) or are computed again changes no bit.
     """
 
+    computes = True  # whether the target runs
+
     def __init__(self, target: Target, keep_bytes: int = 0) -> None:
         self.target, self.keeps, self.room = target, keep_bytes > 0, keep_bytes
         self.kept: dict[tuple[bytes, bytes], Features] = {}
@@ -56,6 +58,8 @@ class Teacher:
 class StoredTeacher(Teacher):
     """Features from a store (data_prep/state_store.py), read by a thread while the step before trains."""
 
+    computes = False
+
     def __init__(self, target: Target, store: StateStore) -> None:
         super().__init__(target)
         self.store = store
@@ -63,7 +67,7 @@ class StoredTeacher(Teacher):
         self.coming: dict[tuple[int, ...], Future[Stored]] = {}
 
     def ahead(self, packs: Sequence[Pack]) -> None:
-        """Of a resumed or skipped step nothing is left lying about: what was not asked for goes."""
+        """What was read and not asked for goes."""
         self.coming = {tuple(pack): self.thread.submit(self._read, pack) for pack in packs if pack}
 
     @torch.no_grad()

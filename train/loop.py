@@ -1,12 +1,12 @@
-"""The training loop every drafter family shares: one device, DDP or DeepSpeed ZeRO-1/2, the same figures from each.
+"""The training loop every drafter family shares: one device, DDP or DeepSpeed ZeRO, the same figures from each.
 
 A family brings an Objective (train/objective.py) and its rows; the loop brings batches, normalisation over the whole
 optimiser step, the schedule, clipping, checkpoints, metrics and the progress line.
 """
 
+import copy
 import gc
 import math
-import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -25,43 +25,16 @@ from torch import Tensor
 
 from data_prep.rows import Rows
 from recipes.schema import Recipe, TrainConfig, UserError
-from train.batches import Schedule, Step, Usage, deal, load_batch
-from train.checkpoint import State, Store, gather, restore_optimizer
+from train.backend import gather, make_optimizer, offloads, restore_optimizer, zero_stage
+from train.batches import Pack, Schedule, Step, Usage, deal, load_batch
+from train.checkpoint import State, Store
+from train.guard import LOOK, Guard, keep_batch
 from train.objective import Objective
+from train.telemetry import Stopwatch, peak_arithmetic, peak_gib
 from train.tracking import Tracking
 
-# Rank 0 prepares data, evaluates and waits for nobody; the others wait for it this long before they call it dead.
-PATIENCE = timedelta(hours=12)
-
-Score = Callable[[int], float | None]  # step -> validation tau; called on the main process after each epoch
-
-
-def make_accelerator(device: torch.device, clip: float) -> Accelerator:
-    """One for the whole process; make it after the target is loaded (ZeRO-3 would partition the target).
-
-    Mixed precision is the objective's own autocast over fp32 parameters, the same under every backend, so accelerate
-    and DeepSpeed are told "no"; clipping is the recipe's, whatever the config file says.
-    """
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    cpu = device.type == "cpu"
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    group = InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=PATIENCE)
-    handlers = [group] if launched > 1 or deepspeed else []  # a group of one process alone is not set up by accelerate
-    accelerator = Accelerator(cpu=cpu and not deepspeed, mixed_precision="no", kwargs_handlers=handlers)
-    if accelerator.num_processes != launched:
-        raise UserError(
-            f"{launched} processes were launched, but each sees {accelerator.num_processes}: they would train apart. "
-            "Launch with one of the files of recipes/accelerate."
-        )
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        plugin = accelerator.state.deepspeed_plugin
-        if plugin.zero_stage > 2:
-            raise UserError("DeepSpeed ZeRO-3 is not supported here yet. Use recipes/accelerate/zero2.yaml.")
-        plugin.deepspeed_config["gradient_clipping"] = clip
-        plugin.deepspeed_config["gradient_accumulation_steps"] = 1  # the loop divides by itself
-        plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants a number; the loop batches
-    accelerator.gradient_accumulation_steps = 1
-    return accelerator
+# drafter -> validation tau; called after each epoch on every process, and the main one's answer counts
+Score = Callable[[Any], float | None]
 
 
 def learning_rate(step: int, total: int, cfg: TrainConfig) -> float:
@@ -74,17 +47,14 @@ def learning_rate(step: int, total: int, cfg: TrainConfig) -> float:
     return cfg.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress))))
 
 
-def make_optimizer(objective: Objective, cfg: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over the drafter's fp32 parameters; gains and biases are not decayed."""
-    trained = [p for p in objective.drafter.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [{"params": trained}]
-    if cfg.weight_decay > 0:
-        groups = [{"params": [p for p in trained if p.dim() > 1]}]
-        groups.append({"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0})
-    betas = (cfg.betas[0], cfg.betas[1])
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]], cfg.learning_rate, betas, weight_decay=cfg.weight_decay
-    )
+@dataclass
+class Latest:
+    """The optimiser step that was run last."""
+
+    number: int  # from 1
+    shares: list[list[Pack]]
+    loss: Tensor  # this rank's share
+    norm: Any
 
 
 @dataclass
@@ -92,7 +62,7 @@ class Window:
     """What has been measured since the last log line."""
 
     sums: list[Tensor] = field(default_factory=list)  # of each optimiser step, this rank's share
-    losses: list[Tensor] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)  # of each optimiser step, over all ranks
     usage: Usage = field(default_factory=Usage)  # of all ranks
     since: float = field(default_factory=time.perf_counter)
 
@@ -106,7 +76,11 @@ class Loop:
         self.recipe, self.cfg, self.objective, self.rows = recipe, recipe.train, objective, rows
         self.accelerator, self.run_dir, self.store = accelerator, run_dir, Store(run_dir, objective.vocab)
         self.schedule = Schedule(rows.lengths, recipe.train, recipe.seed)
-        self.state, self.window = State(), Window()
+        self.state, self.window, self.watch = State(), Window(), Stopwatch(accelerator.device)
+        self.guard = Guard(self.cfg.spike, round(self.cfg.warmup * self.schedule.total))
+        self.latest: Latest | None = None  # until its loss has been looked at
+        # what one process can run alone: the drafter itself, or under ZeRO-3, on the main process, a copy of its own
+        self.whole: Any = objective.drafter
         self.bar: Progress | None = None
         self.last: dict[str, Any] = {}  # the newest log line
         self.saved = -1  # step of the newest checkpoint
@@ -117,11 +91,14 @@ class Loop:
         self.state = resumed or State(identity=identity)
         if resumed is not None:
             self.saved = resumed.cursor.step
+            self.guard.losses.extend(resumed.losses)
             self.objective.drafter.load_state_dict(self.store.model(self.saved))
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             self.store.clean()
-        self.optimizer = make_optimizer(self.objective, self.cfg)
+        if self.accelerator.is_main_process and zero_stage(self.accelerator) == 3:
+            self.whole = copy.deepcopy(self.objective.drafter).cpu()  # the parameters are about to be partitioned
+        self.optimizer = make_optimizer(self.objective, self.cfg, fused=offloads(self.accelerator))
         self.model, self.wrapped = self.accelerator.prepare(self.objective, self.optimizer)
         self.engine = self.model if self.accelerator.distributed_type == DistributedType.DEEPSPEED else None
         if resumed is not None:
@@ -141,7 +118,7 @@ class Loop:
         with self._progress():
             if self._owes_score():
                 self._score(score, tracking)
-            self.window = Window()
+            self._new_window()
             for step, after in self.schedule.walk(self.state.cursor):
                 norm = self._step(step)
                 self.state.cursor = after
@@ -170,27 +147,40 @@ class Loop:
         gc.collect()
 
     def _step(self, step: Step) -> Any:
-        """One optimiser step, shared among the ranks; returns the gradient norm before clipping."""
+        """One optimiser step, shared among the ranks; returns the gradient norm before clipping.
+
+        The loss of the step before is looked at when all of this one is under way: this one's would stall a GPU.
+        """
         accelerator, cfg, lengths = self.accelerator, self.cfg, self.schedule.lengths
         shares = deal(step, lengths, cfg.micro_batch_tokens, accelerator.num_processes)
-        inputs = [self.objective.prepare(load_batch(self.rows, p)) for p in shares[accelerator.process_index]]
+        with self.watch.timed("data", host=True):
+            batches = [load_batch(self.rows, pack) for pack in shares[accelerator.process_index]]
+        with self.watch.timed("target"):
+            inputs = [self.objective.prepare(batch) for batch in batches]
         for coming, _ in islice(self.schedule.walk(self.state.cursor), 1, 2):
             later = deal(coming, lengths, cfg.micro_batch_tokens, accelerator.num_processes)
             self.objective.ahead(later[accelerator.process_index])
         local = torch.stack([self.objective.counts(x) for x in inputs]).sum(0)
-        counts = accelerator.reduce(local, reduction="sum")
+        before, loss_before = self.latest, None
+        if before is None:
+            counts = accelerator.reduce(local, reduction="sum")
+        else:
+            both = accelerator.reduce(torch.cat([local.double(), before.loss.view(1)]), reduction="sum")
+            counts, loss_before = both[:-1].to(local.dtype), both[-1]
         for group in self.wrapped.param_groups:
             group["lr"] = learning_rate(self.state.cursor.step, self.schedule.total, cfg)
         total, sums = [], []
-        for number, x in enumerate(inputs, 1):
-            loss, metric = self._backward(x, counts, last=number == len(inputs))
-            total.append(loss)
-            sums.append(metric)
-        norm = self._update()
+        with self.watch.timed("drafter"):
+            for number, x in enumerate(inputs, 1):
+                loss, metric = self._backward(x, counts, last=number == len(inputs))
+                total.append(loss)
+                sums.append(metric)
+            norm = self._update()
         self.window.sums.append(torch.stack(sums).sum(0))
-        self.window.losses.append(torch.stack(total).sum())
         self.window.usage.add(shares, lengths, cfg.micro_batch_tokens)
-        self._check_finite(-2)  # the step before: reading this one's loss would stall a GPU
+        if before is not None and loss_before is not None:
+            self._look(before, loss_before)
+        self.latest = Latest(self.state.cursor.step + 1, shares, torch.stack(total).sum().double(), norm)
         return norm
 
     def _backward(self, x: Any, counts: Tensor, last: bool) -> tuple[Tensor, Tensor]:
@@ -218,56 +208,83 @@ class Loop:
         self.wrapped.zero_grad()
         return norm
 
-    def _check_finite(self, index: int) -> None:
-        losses = self.window.losses
-        if len(losses) >= -index and not math.isfinite(float(losses[index])):
-            step = self.state.cursor.step + (1 if index == -2 else 0) + index + 1
-            kept = (
-                f"step-{self.saved} is the newest good checkpoint" if self.saved > 0 else "no checkpoint was saved yet"
-            )
-            raise UserError(
-                f"the loss of step {step + 1} is not a number: training stopped; {kept}. "
-                f"Try a lower train.learning_rate (now {self.cfg.learning_rate:g}) or a longer train.warmup."
-            )
+    def _settle(self) -> None:
+        """Look at the newest step's loss too."""
+        if self.latest is not None:
+            self._look(self.latest, self.accelerator.reduce(self.latest.loss, reduction="sum"))
+            self.latest = None
+
+    def _look(self, one: Latest, loss: Tensor) -> None:
+        self.window.losses.append(loss)
+        found, norm = float(loss), float(one.norm)
+        fault = self.guard.fault(one.number, found, norm)
+        if fault is None:
+            return
+        rate = learning_rate(one.number - 1, self.schedule.total, self.cfg)
+        about = {"step": one.number, "why": fault, "loss": found, "grad_norm": norm, "learning_rate": rate}
+        where = self.run_dir / "stopped" / f"step-{one.number}" / "batch.safetensors"
+        if self.accelerator.is_main_process:
+            keep_batch(self.run_dir, self.rows, one.shares, about)
+        kept = f"step-{self.saved} is the newest good checkpoint" if self.saved > 0 else "no checkpoint was saved yet"
+        spiked = math.isfinite(found) and math.isfinite(norm)
+        raise UserError(
+            f"{fault}: training stopped; {kept}. Its batch is in {where} (step.json beside it names the rows):\n"
+            f"  {LOOK.format(path=str(where))}\n"
+            f"Try a lower train.learning_rate (now {self.cfg.learning_rate:g}) or a longer train.warmup"
+            + (", or go on past it with train.spike=0." if spiked else ".")
+        )
 
     def _log(self, norm: Any, tracking: Tracking | None) -> None:
         """Figures since the last line, over all ranks; the loss is the mean of the optimiser steps' losses."""
-        self._check_finite(-1)
+        self._settle()
         window, seconds = self.window, time.perf_counter() - self.window.since
-        losses = self.accelerator.reduce(torch.stack(window.losses).sum().double(), reduction="sum") / len(
-            window.losses
-        )
         sums = self.accelerator.reduce(torch.stack(window.sums).sum(0), reduction="sum")
         figures = self.objective.metrics(sums)
         supervised = figures.pop("supervised", 0)
         step = self.state.cursor.step
         self.last = {
             "epoch": round(self.schedule.epochs_done(self.state.cursor), 4),
-            "loss": round(float(losses), 7),
+            "loss": round(float(torch.stack(window.losses).mean()), 7),
             **figures,
             "lr": learning_rate(step - 1, self.schedule.total, self.cfg),
             "grad_norm": round(float(norm), 5),
             "tokens_per_s": round(window.usage.tokens / seconds, 1),
             "supervised_per_s": round(supervised / seconds, 1),
+            **self._speed(sums, seconds),
             **window.usage.figures,
         }
-        if self.accelerator.device.type == "cuda":
-            self.last["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
         left = seconds / len(window.losses) * (self.schedule.total - step)
-        self.window = Window()
+        self._new_window()
         if tracking is not None:
             tracking.log(step, self.last)
             self._show(timedelta(seconds=round(left)))
 
+    def _speed(self, sums: Tensor, seconds: float) -> dict[str, float]:
+        """Shares of the window's time on this process (what neither model takes is the rest), memory, and where the
+        hardware is known the share of its arithmetic that is used."""
+        timed, usage, device = self.watch.read(), self.window.usage, self.accelerator.device
+        found = {f"{name}_time": round(timed.get(name, 0.0) / seconds, 4) for name in ("data", "target", "drafter")}
+        found["peak_gib"] = round(peak_gib(device), 2)
+        work = self.objective.arithmetic(sums, usage.tokens, usage.pairs)
+        found["drafter_tflops"] = round(work.drafter / seconds / 1e12, 4)
+        found["target_tflops"] = round(work.target / seconds / 1e12, 4)
+        if peak := peak_arithmetic(device):
+            found["of_peak"] = round(sum(work) / seconds / peak / self.accelerator.num_processes, 4)
+        return found
+
+    def _new_window(self) -> None:
+        self.window = Window()
+        self.watch.read()
+
     def _save(self) -> None:
-        self._check_finite(-1)
+        self._settle()
         model, moments, count = gather(self.objective.drafter, self.optimizer, self.engine)
         if not all(bool(t.isfinite().all()) for t in model.values() if t.is_floating_point()):
             raise UserError(
                 f"a parameter is not a number after step {self.state.cursor.step}: training stopped, it is not saved. "
                 f"Try a lower train.learning_rate (now {self.cfg.learning_rate:g}) or a longer train.warmup."
             )
-        self.state.optimizer_step = count
+        self.state.optimizer_step, self.state.losses = count, [*self.guard.losses]
         if self.accelerator.is_main_process:
             self.store.save(self.state, model, moments, self.cfg.keep)
         self.saved = self.state.cursor.step
@@ -279,15 +296,16 @@ class Loop:
         return self.schedule.ends_epoch(self.state.cursor) and step == self.saved and step not in self.state.scores
 
     def _score(self, score: Score | None, tracking: Tracking | None) -> None:
-        """Measure on the main process, tell the others, and let `best` follow."""
+        """Measure, take the main process's word for it, and let `best` follow."""
         step = self.state.cursor.step
         told: list[float | None] = [None]
-        if self.accelerator.is_main_process and score is not None:
+        if score is not None:
             if self.bar is not None:
                 self.bar.update(self.bar.task_ids[0], status="measuring validation tau")
-            self.objective.eval()
-            told = [score(step)]
-            self.objective.train()
+            told = [score(self._drafter(step))]
+            self.whole.train()
+            if self.whole is not self.objective.drafter:
+                self.whole.cpu()
         value = broadcast_object_list(told)[0]
         if value is not None:
             self.state.scores[step] = value
@@ -296,7 +314,14 @@ class Loop:
             if tracking is not None and value is not None:
                 tracking.log(step, {"validation_tau": value})
                 self._say(f"step {step}: validation tau {value:.3f} (best: step {self.state.best()})")
-        self.window = Window()
+        self._new_window()
+
+    def _drafter(self, step: int) -> Any:
+        """Of the checkpoint that was just saved, as one process can run it."""
+        if self.whole is not self.objective.drafter:
+            self.whole.load_state_dict(self.store.model(step))
+            self.whole.to(self.accelerator.device)
+        return self.whole.eval()
 
     def _progress(self) -> Any:
         if not self.accelerator.is_main_process or not Console().is_terminal:
@@ -319,8 +344,12 @@ class Loop:
         spread = f"acc {acc[0]:.3f}..{acc[-1]:.3f} " if acc else ""
         status = (
             f"loss {line['loss']:.4f} {spread}simulated tau {line.get('simulated_tau', 0):.3f} "
-            f"lr {line['lr']:.2e} {line['tokens_per_s']:,.0f} tok/s padding {line['padding']:.1%}"
+            f"lr {line['lr']:.2e} {line['tokens_per_s']:,.0f} tok/s ({line['supervised_per_s']:,.0f} supervised) "
+            f"target {line['target_time']:.0%} drafter {line['drafter_time']:.0%} data {line['data_time']:.0%} "
+            f"padding {line['padding']:.1%} {line['peak_gib']:.1f} GiB"
         )
+        if "of_peak" in line:
+            status += f" {line['of_peak']:.0%} of peak"
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=step, status=status)
         else:

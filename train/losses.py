@@ -68,8 +68,7 @@ def plainly(
     overlap_n = torch.minimum(full_nV, q).sum(-1)
     kl_n = cross_n - entropy_c[rows_n]
     if loss.name in ("soft_ce", "kl"):
-        torch.mul(q.sub_(p_nV), scale_n[:, None], out=q)
-        logits_nV.copy_(q)
+        logits_nV.copy_(q.sub_(p_nV).mul_(scale_n[:, None]))
         return Judged(cross_n if loss.name == "soft_ce" else kl_n, guess_n, overlap_n)
     value_n, a_n, b_n = lk(loss, kl_n, overlap_n)
     won = q * (q < full_nV)

@@ -24,6 +24,7 @@ from train.batches import Batch, Pack
 from train.features import Teacher
 from train.fused_loss import Teaching, fused_loss
 from train.losses import Judged, Loss
+from train.telemetry import Arithmetic, drafter_arithmetic, target_arithmetic
 
 # rows of the metric sums [7, S], each additive over micro-batches, ranks and optimiser steps
 LOSS, KEPT, SUPERVISED, CORRECT, OVERLAP, AT_RISK, SURVIVED = range(7)
@@ -140,6 +141,10 @@ class Objective(nn.Module):
         """Metric sums, as forward returns them and the loop adds them up, in words and figures."""
         raise NotImplementedError
 
+    def arithmetic(self, sums: Tensor, tokens: int, pairs: int) -> Arithmetic:
+        """What work the metric sums stand for; `pairs` as in train.batches.Usage."""
+        raise NotImplementedError
+
 
 class UnrollLoss(Objective):
     """EAGLE-3's training-time test over one micro-batch."""
@@ -163,17 +168,16 @@ class UnrollLoss(Objective):
     @torch.no_grad()
     def prepare(self, batch: Batch) -> Inputs:
         """Which slots count is read off the answer marks on the host, so that nothing on a GPU waits for it."""
-        ids_T, answer_T, lengths, _ = batch
-        device, supervised_ST = self.target.device, supervised(answer_T, self.steps)
+        documents = Documents(batch.lengths, self.target.device)
+        ids_T, supervised_ST = batch.ids_T, supervised(batch.answer_T, self.steps)
         teaches_T = torch.zeros_like(ids_T, dtype=torch.bool)
         for i, supervised_T in enumerate(supervised_ST):
             teaches_T[1 + i :] |= supervised_T[: max(0, len(ids_T) - 1 - i)]
         if not teaches_T.any():
             teaches_T[0] = True
-        documents = Documents(lengths, device)
         slots = select(ids_T, supervised_ST, teaches_T.cumsum(0) - 1, documents)
         said = self.teacher.features(batch, teaches_T, documents)
-        ids_T, supervised_ST = (t.to(device, non_blocking=True) for t in (ids_T, supervised_ST))
+        ids_T, supervised_ST = (t.to(documents.device, non_blocking=True) for t in (ids_T, supervised_ST))
         best_m = self.vocab.to_draft(said.best_m)
         return Inputs(ids_T, documents, supervised_ST, said.taps_TC, said.final_mH, best_m, said.lse_m, slots)
 
@@ -251,6 +255,12 @@ class UnrollLoss(Objective):
 
     def _tokens(self, draft_ids: Tensor) -> Tensor:
         return draft_ids if self.kept_ids is None else self.kept_ids[draft_ids]
+
+    def arithmetic(self, sums: Tensor, tokens: int, pairs: int) -> Arithmetic:
+        slots = [int(n) for n in sums[SUPERVISED].tolist()]
+        drafter = drafter_arithmetic(self.drafter.config, tokens, slots, pairs)
+        target = target_arithmetic(self.target, tokens, slots[0], pairs) if self.teacher.computes else 0.0
+        return Arithmetic(drafter, target)
 
     def metrics(self, sums: Tensor) -> dict[str, Any]:
         """Accuracies count a dropped slot as a miss; `coverage` is the share of first-step slots not dropped; `overlap`

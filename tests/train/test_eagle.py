@@ -271,13 +271,17 @@ def test_from_any_folder_and_a_mistake_is_one_screen_and_exit_2(arguments: list[
     assert "Traceback" not in done.stderr
 
 
-def test_two_processes_end_to_end(arguments: list[str], run_dir: Path, tmp_path: Path) -> None:
-    """Rank 0 prepares, evaluates and exports; the curve is that of one process."""
-    launcher = ("-m", "accelerate.commands.launch", "--config_file", f"{ROOT}/recipes/accelerate/ddp.yaml")
+@pytest.mark.parametrize("config", ["ddp.yaml", pytest.param("zero3.yaml", marks=pytest.mark.slow)])
+def test_two_processes_end_to_end(config: str, arguments: list[str], run_dir: Path, tmp_path: Path) -> None:
+    """Rank 0 prepares, evaluates and exports, under ZeRO-3 with a target that both hold a part of; the curve and the
+    best drafter's tau are those of one process."""
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", f"{ROOT}/recipes/accelerate/{config}")
     done = command(*arguments, "run_dir=two", cwd=tmp_path, launcher=launcher)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     assert curve(tmp_path / "two", "loss") == pytest.approx(curve(run_dir, "loss"), abs=1e-4)
     assert (tmp_path / "two" / "drafter" / "config.json").is_file()
+    scores = [json.loads((folder / "summary.json").read_text())["scores"] for folder in (tmp_path / "two", run_dir)]
+    assert scores[0] == pytest.approx(scores[1], abs=0.05)
     refused = command(*arguments, "run_dir=two", "seed=3", cwd=tmp_path, launcher=launcher)
     assert refused.returncode != 0
     assert refused.stderr.count("error: two holds a run that differs") == 1
@@ -285,13 +289,14 @@ def test_two_processes_end_to_end(arguments: list[str], run_dir: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_two_processes_write_and_read_states_on_disk(arguments: list[str], tmp_path: Path) -> None:
-    """Each writes its share, each reads its own rows; the curve is that of one process."""
-    launcher = ("-m", "accelerate.commands.launch", "--config_file", f"{ROOT}/recipes/accelerate/ddp.yaml")
-    more = ["data.states=bf16", "seed=7", "train.epochs=1", "eval.decoders=[ar]"]
-    done = command(*arguments, *more, "run_dir=two", cwd=tmp_path, launcher=launcher)
+@pytest.mark.parametrize("config", ["ddp.yaml", "zero3.yaml"])
+def test_two_processes_write_and_read_states_on_disk(arguments: list[str], tmp_path: Path, config: str) -> None:
+    """Each writes its share, the target sharded or not, and reads its own rows; the curve is that of one process."""
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", f"{ROOT}/recipes/accelerate/{config}")
+    more = ["data.states=bf16", "train.epochs=1", "eval.decoders=[ar]"]
+    done = command(*arguments, *more, f"data.cache={tmp_path}", "run_dir=two", cwd=tmp_path, launcher=launcher)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
     assert done.stdout.count("tokens written in") == 2
-    done = command(*arguments, *more, "run_dir=one", cwd=tmp_path)
+    done = command(*arguments, *more, f"data.cache={tmp_path}", "run_dir=one", cwd=tmp_path)
     assert done.returncode == 0 and "shards, 0 to be made" in done.stdout
     assert curve(tmp_path / "two", "loss") == pytest.approx(curve(tmp_path / "one", "loss"), abs=1e-4)

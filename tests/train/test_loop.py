@@ -1,14 +1,21 @@
+import json
 import math
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from models.target import Target
 from recipes.schema import TrainConfig, UserError
 from tests.train import tiny_run
 from tests.train.reading import curve
-from train.loop import learning_rate, make_accelerator, make_optimizer
+from train.backend import make_accelerator, make_optimizer
+from train.loop import learning_rate
 
 
 def test_schedule_warms_up_then_falls_to_its_floor() -> None:
@@ -47,7 +54,8 @@ def test_accumulation_equals_one_micro_batch(target: Target, tmp_path: Path) -> 
         (step,) = loop.schedule.epoch(0)
         assert len(step) == 80 // micro_batch_tokens or len(step) == 1
         norm = float(loop._step(step))
-        results.append((float(loop.window.losses[0]), norm, loop.objective.drafter.state_dict()))
+        assert loop.latest is not None
+        results.append((float(loop.latest.loss), norm, loop.objective.drafter.state_dict()))
     (loss_a, norm_a, after_a), (loss_b, norm_b, after_b) = results
     assert loss_a == pytest.approx(loss_b, abs=1e-6)
     assert norm_a == pytest.approx(norm_b, rel=1e-5)
@@ -74,9 +82,44 @@ def test_a_tiny_run_learns_its_rows_by_heart(target: Target, tmp_path: Path) -> 
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run_and_saves_nothing(target: Target, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"loss of step \d+ is not a number.*learning_rate"):
+    with pytest.raises(UserError, match=r"(?s)(loss|gradient) of step \d+ is not a number.*learning_rate"):
         tiny_run.run(target, tmp_path / "run", learning_rate=1e30, warmup=0.0)
     assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+
+
+def test_what_stopped_a_run_is_kept_and_shown_by_the_line_that_the_message_gives(
+    target: Target, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="loss of step 3 is not a number") as stop:
+        tiny_run.run(target, tmp_path / "run", spoil={3: math.nan}, save_every=2)
+    assert "step-2 is the newest good checkpoint" in str(stop.value) and "spike" not in str(stop.value)
+    line = next(line for line in str(stop.value).splitlines() if line.lstrip().startswith("python -c"))
+    words = [sys.executable, *shlex.split(line)[1:]]
+    shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    kept = json.loads((tmp_path / "run" / "stopped" / "step-3" / "step.json").read_text())
+    loop = tiny_run.StoppingLoop(
+        tiny_run.recipe(), tiny_run.objective(target), tiny_run.rows(), tiny_run.accelerator(), tmp_path
+    )
+    rows = sorted(row for pack in loop.schedule.epoch(0)[2] for row in pack)
+    assert kept["step"] == 3 and math.isnan(kept["loss"]) and kept["grad_norm"] > 0
+    assert sorted(row for micro in kept["micro_batches"] for row in micro["rows"]) == rows
+    first = kept["micro_batches"][0]
+    assert f"{first['name']}/ids" in shown and f"{first['name']}/answer" in shown
+    tensors = load_file(tmp_path / "run" / "stopped" / "step-3" / "batch.safetensors")
+    ids = torch.cat([tiny_run.rows().row(row)[0] for row in first["rows"]])
+    assert torch.equal(tensors[f"{first['name']}/ids"], ids.to(tensors[f"{first['name']}/ids"].dtype))
+
+
+def test_a_spike_stops_the_run_unless_it_is_told_to_go_on(target: Target, tmp_path: Path) -> None:
+    steps: dict[str, Any] = {"max_steps": 60, "epochs": 1, "save_every": 40, "log_every": 20, "warmup": 0.02}
+    with pytest.raises(UserError, match=r"loss of step 55 is [\d.]+, 3\.9 times the median of the 50 before") as stop:
+        tiny_run.run(target, tmp_path / "run", spoil={30: 4.0, 55: 4.0}, **steps)
+    assert "train.spike=0" in str(stop.value)
+    assert (tmp_path / "run" / "stopped" / "step-55" / "batch.safetensors").is_file()
+    with pytest.raises(UserError, match="loss of step 55 is"):
+        tiny_run.run(target, tmp_path / "run", spoil={55: 4.0}, **steps)
+    loop = tiny_run.run(target, tmp_path / "run", spoil={55: 4.0}, spike=0.0, **steps)
+    assert loop.state.cursor.step == 60
 
 
 def test_best_follows_measured_tau_and_every_epoch_is_scored(target: Target, tmp_path: Path) -> None:
@@ -93,7 +136,7 @@ def test_best_follows_measured_tau_and_every_epoch_is_scored(target: Target, tmp
 
 
 def test_processes_that_do_not_see_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.loop.Accelerator", lambda **_: type("Alone", (), {"num_processes": 1})())
+    monkeypatch.setattr("train.backend.Accelerator", lambda **_: type("Alone", (), {"num_processes": 1})())
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="they would train apart"):
         make_accelerator(torch.device("cpu"), 0.5)

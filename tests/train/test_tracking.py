@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from train.loop import make_accelerator
+from train.backend import make_accelerator
 from train.tracking import Tracking, flatten, has_key, truncate
 
 

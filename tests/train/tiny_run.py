@@ -1,24 +1,23 @@
-"""A run on a tiny random target with hand-made rows; as a script, what the launch tests start in several processes:
-
-tiny_run.py MODEL_FOLDER RUN_DIR PROCESSES [STOP_AFTER_STEP]
-"""
+"""A run on a tiny random target with hand-made rows."""
 
 import random
-import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
 import torch
+from accelerate import Accelerator
+from torch import Tensor
 
 from data_prep.rows import Rows, make_rows
 from models.eagle3 import Eagle3, Eagle3Config
-from models.target import Target, load_target
+from models.target import Target
 from models.vocab import VocabMap
-from recipes.schema import EagleConfig, Recipe, TargetConfig, TrainConfig
+from recipes.schema import EagleConfig, Recipe, TrainConfig
 from train import warm_start
-from train.loop import Loop, make_accelerator
+from train.backend import make_accelerator, zero_stage
+from train.loop import Loop
 from train.objective import UnrollLoss
 
 IDENTITY = {"train.epochs": "2", "data.hash": "abc"}
@@ -72,9 +71,15 @@ class Stop(Exception):
 
 
 class StoppingLoop(Loop):
-    """Ends right after the checkpoint of a given step, as a kill would."""
+    """Ends right after the checkpoint of a given step, as a kill would; shows other losses than it has."""
 
     stop_after = 0
+    spoil: Mapping[int, float] = MappingProxyType({})  # step -> factor, on the last process alone
+
+    def _backward(self, x: Any, counts: Tensor, last: bool) -> tuple[Tensor, Tensor]:
+        loss, sums = super()._backward(x, counts, last)
+        spoilt = self.accelerator.process_index == self.accelerator.num_processes - 1
+        return loss * (self.spoil.get(self.state.cursor.step + 1, 1.0) if spoilt else 1.0), sums
 
     def _save(self) -> None:
         super()._save()
@@ -82,23 +87,33 @@ class StoppingLoop(Loop):
             raise Stop
 
 
-def run(target: Target, run_dir: Path, data: Rows | None = None, stop_after: int = 0, **train: Any) -> StoppingLoop:
+def accelerator() -> Accelerator:
+    """Under ZeRO-3 the smallest parameters are partitioned too: by its own settings all of these would stay whole."""
+    made = make_accelerator(torch.device("cpu"), 0.5)
+    if zero_stage(made) == 3:
+        zero = made.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
+        zero["stage3_param_persistence_threshold"] = 0
+    return made
+
+
+def run(
+    target: Target,
+    run_dir: Path,
+    data: Rows | None = None,
+    stop_after: int = 0,
+    identity: dict[str, str] = IDENTITY,
+    spoil: dict[int, float] | None = None,
+    **train: Any,
+) -> StoppingLoop:
     """One (part of a) run; returns the loop, whose `objective` has been trained."""
     run_dir.mkdir(exist_ok=True)
-    accelerator = make_accelerator(torch.device("cpu"), 0.5)
-    loop = StoppingLoop(recipe(**train), objective(target), data or rows(), accelerator, run_dir)
-    loop.stop_after = stop_after
+    keep = 0 if target.sharded else 2**20
+    trained = objective(target, keep_bytes=keep)
+    trained.recompute = bool(train.get("recompute"))
+    loop = StoppingLoop(recipe(**train), trained, data or rows(), accelerator(), run_dir)
+    loop.stop_after, loop.spoil = stop_after, spoil or {}
     try:
-        loop.run(IDENTITY, None, {})
+        loop.run(identity, None, {})
     except Stop:
         print(f"stopped after step {stop_after}")
     return loop
-
-
-if __name__ == "__main__":
-    folder, run_dir, processes = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    loop = run(
-        load_target(TargetConfig(path=str(folder))), run_dir, stop_after=int((sys.argv[4:] or ["0"])[0]), save_every=4
-    )
-    assert loop.accelerator.num_processes == processes
-    loop.accelerator.end_training()
