@@ -10,8 +10,11 @@ from torch import Tensor
 
 from models.attention import Documents
 from models.target import States, Target
+from train.losses import best_and_mass
 
-CHUNK = 2**25  # logits (float32) held at once where a pass over a vocabulary is cut into chunks of rows
+# logits held at once where a pass over a vocabulary is cut into chunks of rows
+CHUNK = 2**25
+CHUNK_GPU = 2**28  # half a GiB in bf16: a product of fewer rows would wait for the head's weight
 
 
 class Features(NamedTuple):
@@ -26,11 +29,15 @@ def teacher_summary(target: Target, final_nH: Tensor) -> tuple[Tensor, Tensor]:
     [n, V] never exists."""
     wide = torch.promote_types(final_nH.dtype, torch.float32)
     best, lse = [final_nH.new_empty(0, dtype=torch.int64)], [final_nH.new_empty(0, dtype=wide)]
-    for part in final_nH.split(max(1, CHUNK // target.vocab_size)):
-        logits = target.logits(part)
-        best.append(logits.argmax(-1))
-        lse.append(logits.to(wide).logsumexp(-1))
+    for part in final_nH.split(chunk_rows(target.vocab_size, final_nH.device)):
+        of_part = best_and_mass(target.logits(part))
+        best.append(of_part[0])
+        lse.append(of_part[1])
     return torch.cat(best), torch.cat(lse)
+
+
+def chunk_rows(vocab: int, device: torch.device) -> int:
+    return max(1, (CHUNK_GPU if device.type == "cuda" else CHUNK) // vocab)
 
 
 class Teacher:

@@ -97,7 +97,8 @@ class Loop:
             self.store.clean()
         if self.accelerator.is_main_process and zero_stage(self.accelerator) == 3:
             self.whole = copy.deepcopy(self.objective.drafter).cpu()  # the parameters are about to be partitioned
-        self.optimizer = make_optimizer(self.objective, self.cfg, fused=offloads(self.accelerator))
+        fused = self.accelerator.device.type == "cuda" or offloads(self.accelerator)
+        self.optimizer = make_optimizer(self.objective, self.cfg, fused)
         self.model, self.wrapped = self.accelerator.prepare(self.objective, self.optimizer)
         self.engine = self.model if self.accelerator.distributed_type == DistributedType.DEEPSPEED else None
         if resumed is not None:

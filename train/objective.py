@@ -218,7 +218,9 @@ class UnrollLoss(Objective):
         def teacher(rows: slice) -> Tensor:
             return self.target.logits(x.final_mH[rows], head)
 
-        teaching = Teaching(teacher, x.lse_m, slots.teacher_n, slots.teacher_on_host, scale_n, self.loss, dtype)
+        teaching = Teaching(
+            teacher, x.lse_m, slots.order_n, slots.teacher_n, slots.teacher_on_host, scale_n, self.loss, dtype
+        )
         with torch.autocast(x.ids_T.device.type, torch.bfloat16, enabled=self.bf16):
 
             def embed(i: int) -> Tensor:
@@ -228,8 +230,9 @@ class UnrollLoss(Objective):
             states = self.drafter.unroll(
                 x.taps_TC.to(dtype), embed, self.steps, x.documents, slots.asking, self.recompute
             )
-            state_nH = torch.cat(list(states)).index_select(0, slots.order_n)
-            total, judged = self.drafter.into_head(state_nH, lambda h, weight: fused_loss(h, weight, teaching))
+            total, judged = self.drafter.into_head(
+                torch.cat(list(states)), lambda h, weight: fused_loss(h, weight, teaching)
+            )
         return total, self._sums(x, judged)
 
     @torch.no_grad()
