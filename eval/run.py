@@ -18,8 +18,8 @@ from eval.drafters import Drafter, fitted
 from eval.outcome import check_prompts, disjoint, warmup_prompts
 from eval.plan import Entry, batch_sizes, check_settings, describe, plan
 from models.flex_layout import check_flexdraft, is_flexdraft, load_flexdraft
-from models.layouts import check_drafter, find_drafter, load_drafter, on_the_hub
-from models.source import Source, load_tokenizer, look_up, resolve
+from models.layouts import check_drafter, find_drafter, load_drafter
+from models.source import Source, load_tokenizer, look_up, on_the_hub, resolve
 from models.target import Target, check_taps, choose_device, choose_dtype, load_target
 from recipes.cli import entry
 from recipes.files import check_writable, output_folder, run_folder

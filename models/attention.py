@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models import diagonals
+
 
 @dataclass(frozen=True)
 class Heads:
@@ -211,7 +213,16 @@ def reference_causal_plus_diagonals(
 
 def _spread(x: Tensor, index_n: Tensor | None, size: int) -> Tensor:
     """[N, n, ...] -> [N, size, ...], zero where no slot of the n goes."""
-    return x if index_n is None else x.new_zeros(len(x), size, *x.shape[2:]).index_copy(1, index_n, x)
+    if index_n is None:
+        return x
+    if x.dim() == 2:
+        return x.new_zeros(len(x), size).index_copy(1, index_n, x)
+    return x.new_zeros(size, len(x), x.shape[2]).index_copy(0, index_n, x.transpose(0, 1)).transpose(0, 1)
+
+
+def _gathered(x_NUD: Tensor, index_n: Tensor) -> Tensor:
+    """[N, U, D] -> [N, n, D]. A slot's heads lie side by side, as in `_spread`: so the layers beside it take them."""
+    return x_NUD.transpose(0, 1).index_select(0, index_n).transpose(0, 1)
 
 
 def _half_on_gpu(q: Tensor) -> bool:
@@ -224,7 +235,7 @@ class _CausalPlusDiagonals(torch.autograd.Function):
 
     The flash backward recomputes probabilities as exp(score - lse) and needs rowsum(dO * O). Handed the *merged* output
     and the *merged* log-sum-exp, it yields exactly the causal part's gradients of the merged softmax. Query heads that
-    share a key head are an axis G of their own in the elementwise part. Slots of the tails that do not ask go through
+    share a key head read it together. Slots of the tails that do not ask go through
     the flash kernels as zeros, with gradient zero.
     """
 
@@ -233,19 +244,11 @@ class _CausalPlusDiagonals(torch.autograd.Function):
         ctx: Any, documents: Documents, asking: Asking | None, q: Tensor, k: Tensor, v: Tensor, *flat: Tensor
     ) -> Tensor:
         tails, place = (documents, None) if asking is None else (asking.tails, asking.place_n)
-        wide = torch.promote_types(q.dtype, torch.float32)
         out, lse, rng = _flash_forward(_spread(q, place, tails.total), k, v, tails, documents)
         if place is not None:
-            out, lse = out.index_select(1, place), lse.index_select(1, place)
+            out, lse = _gathered(out, place), lse.index_select(1, place)
         if flat:
-            split = (len(k), -1)
-            keys, values = torch.stack(flat[::2]).unsqueeze(2), torch.stack(flat[1::2]).unsqueeze(2)  # [i, K, 1, n, D]
-            scores = (q.unflatten(0, split).to(wide) * keys).sum(-1) * q.shape[-1] ** -0.5  # [i, K, G, n]
-            causal = lse.to(wide).unflatten(0, split)
-            total = torch.logaddexp(causal, scores.logsumexp(0))
-            own = ((scores - total).exp().unsqueeze(-1) * values).sum(0)
-            out = (out.unflatten(0, split) * (causal - total).exp().unsqueeze(-1) + own).to(q.dtype).flatten(0, 1)
-            lse = total.to(lse.dtype).flatten(0, 1)
+            out, lse = diagonals.merge(q, out, lse, torch.stack(flat[::2]), torch.stack(flat[1::2]))
         ctx.save_for_backward(q, k, v, out, lse, *rng, *flat)
         ctx.documents, ctx.tails, ctx.place, ctx.rng_count = documents, tails, place, len(rng)
         return out
@@ -254,21 +257,15 @@ class _CausalPlusDiagonals(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *rest = ctx.saved_tensors
         rng, flat, place = rest[: ctx.rng_count], rest[ctx.rng_count :], ctx.place
-        grad = grad.contiguous()
-        scale, wide, split = q.shape[-1] ** -0.5, torch.promote_types(q.dtype, torch.float32), (len(k), -1)
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         asked = [_spread(t, place, ctx.tails.total) for t in (grad, q, out, lse)]
         dq, dk, dv = _flash_backward(asked, k, v, rng, ctx.tails, ctx.documents)
         if place is not None:
-            dq = dq.index_select(1, place)
+            dq = _gathered(dq, place)
         if not flat:
             return None, None, dq, dk, dv
-        keys, values = torch.stack(flat[::2]).unsqueeze(2), torch.stack(flat[1::2]).unsqueeze(2)
-        wide_q, wide_grad = q.to(wide).unflatten(0, split), grad.to(wide).unflatten(0, split)  # [K, G, n, D]
-        weight = ((wide_q * keys).sum(-1) * scale - lse.unflatten(0, split)).exp()  # [i, K, G, n]
-        dscore = weight * ((wide_grad * values).sum(-1) - (wide_grad * out.unflatten(0, split)).sum(-1)) * scale
-        dq = (dq + (dscore.unsqueeze(-1) * keys).sum(0).flatten(0, 1)).to(q.dtype)
-        dkeys = (dscore.unsqueeze(-1) * wide_q).sum(2).to(q.dtype)
-        dvalues = (weight.unsqueeze(-1) * wide_grad).sum(2).to(q.dtype)
+        keys, values = torch.stack(flat[::2]), torch.stack(flat[1::2])
+        dq, dkeys, dvalues = diagonals.gradients(grad, q, out, lse, keys, values, dq)
         return None, None, dq, dk, dv, *(t for pair in zip(dkeys, dvalues, strict=True) for t in pair)
 
 

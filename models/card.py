@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from models.serving import DRAFTS, sglang_command, vllm_command
+from models.source import on_the_hub
 from recipes.files import read_json, write_json, write_text
 from recipes.schema import Recipe, TargetConfig
 
@@ -18,6 +19,7 @@ FLEX = "flexdraft_config"  # in the config of one
 WRITTEN = ("target", "data", "eagle", "flex", "train")  # parts of the recipe that a card shows
 PRIVATE = {"server", "cache", "keep_features_mb", "tracker", "log_every", "save_every", "keep"}  # of this machine
 UNKNOWN = "not known here"
+TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
 def write_card(folder: Path, more: dict[str, Any] | None = None) -> None:
@@ -29,13 +31,15 @@ def write_card(folder: Path, more: dict[str, Any] | None = None) -> None:
 
 
 def card(papers: dict[str, Any], config: dict[str, Any]) -> str:
-    """`papers` as train/eagle.py writes them into provenance.json, `config` the drafter's config.json."""
-    name = public_name(papers["target"]["path"])
+    """`papers` as train/run.py writes them into provenance.json, or the little that an export knows of a drafter that
+    another tool trained; `config` the drafter's config.json."""
+    name = public_name(target_path(papers)) or "a target that is not named here"
+    by = "trained with Espalier" if "versions" in papers else "trained with another tool and exported by Espalier"
     kind = "FlexDraft" if FLEX in config else "EAGLE-3"
     sections = [
         front_matter(papers, kind),
         f"# {kind} drafter for {name}",
-        f"A drafter for speculative decoding of {name}, trained with Espalier. It proposes tokens that the target "
+        f"A drafter for speculative decoding of {name}, {by}. It proposes tokens that the target "
         "verifies; the output stays the target's own. It fits this target alone: weights altered by fine-tuning, "
         "merging or another conversion make it accept less.",
         "## What it is worth\n\n" + worth(papers),
@@ -46,11 +50,16 @@ def card(papers: dict[str, Any], config: dict[str, Any]) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
+def target_path(papers: dict[str, Any]) -> str:
+    """ "" where nobody said."""
+    return str((papers.get("target") or {}).get("path") or "")
+
+
 def front_matter(papers: dict[str, Any], kind: str) -> str:
     """What model hubs read."""
-    path, licence = papers["target"]["path"], papers["target"].get("licence") or ""
+    path, licence = target_path(papers), (papers.get("target") or {}).get("licence") or ""
     lines = ["---", "tags:", "- speculative-decoding", f"- {kind.lower().replace('-', '')}", "- espalier"]
-    if is_hub_id(path):
+    if on_the_hub(path):
         lines += [f"base_model: {path}"]
     if licence and " " not in licence:
         lines += [f"license: {licence.lower()}"]
@@ -128,22 +137,28 @@ def serving(papers: dict[str, Any], config: dict[str, Any]) -> str:
         return (
             f"No engine reads FlexDraft. Espalier decodes with it: `python -m eval.run recipe=FILE drafter={FOLDER}`."
         )
-    path = papers["target"]["path"]
-    target = path if is_hub_id(path) else "path/to/the/target"
+    path = target_path(papers)
+    target = path if on_the_hub(path) else "path/to/the/target"
     found = best_chain(papers.get("measured") or [])
     drafts = found or DRAFTS
-    blocks = [vllm_command(target, FOLDER, drafts=drafts)]
+    blocks = [vllm_command(target, FOLDER, drafts=drafts), sglang_command(target, FOLDER, drafts=drafts)]
     text = "The commands draft chains"
-    if "speculators_model_type" in config:
-        text = "SGLang does not read this layout (speculators). The command drafts chains"
-    elif config.get("norm_before_residual") or "Qwen3" in str(config.get("architectures")):
-        text = "SGLang cannot express this drafter's block. The command drafts chains"
-    else:
-        blocks.append(sglang_command(target, FOLDER, drafts=drafts))
+    for_vllm, for_sglang = TAPS in config, "eagle_config" in config  # where each looks for taps that are no default
+    if for_sglang and not for_vllm:
+        text, blocks = "This layout is SGLang's: vLLM would read other taps. The command drafts chains", blocks[1:]
+    elif why := no_sglang(config) or ("would read other taps" if for_vllm and not for_sglang else ""):
+        text, blocks = f"This folder is not for SGLang, which {why}. The command drafts chains", blocks[:1]
     chosen = f"of {drafts}, as measured above" if found else f"of {drafts}, a length that was not measured"
     fenced = "\n\n".join(f"```sh\n{block}\n```" for block in blocks)
     check = f"```sh\npython -m models.doctor {FOLDER} target={target}\n```"
     return f"{text} {chosen}.\n\n{fenced}\n\nTo check the folder against the target first (in Espalier's):\n\n{check}"
+
+
+def no_sglang(config: dict[str, Any]) -> str:
+    if "speculators_model_type" in config:
+        return "does not read this layout (speculators)"
+    odd = config.get("norm_before_residual") or "Qwen3" in str(config.get("architectures"))
+    return "cannot express its block" if odd else ""
 
 
 def best_chain(rows: list[dict[str, Any]]) -> int:
@@ -154,11 +169,15 @@ def best_chain(rows: list[dict[str, Any]]) -> int:
 
 
 def licences(papers: dict[str, Any]) -> str:
-    name = public_name(papers["target"]["path"])
-    licence = papers["target"].get("licence") or UNKNOWN
+    target = papers.get("target") or {}
+    name, licence = public_name(target_path(papers)) or "not named", target.get("licence") or UNKNOWN
+    terms = (
+        "The drafter started from its weights and was trained on its outputs, so its terms apply to the drafter too."
+        if "versions" in papers
+        else f"The terms of the drafter itself, which another tool trained, and of its data are {UNKNOWN}."
+    )
     lines = [
-        f"- Target, {name}: {licence}. The drafter started from its weights and was trained on its outputs, so its "
-        "terms apply to the drafter too.",
+        f"- Target, {name}: {licence}. {terms}",
         *(f"- Data, `{source['name']}`: {source['licence']}" for source in papers.get("sources") or []),
     ]
     return "\n".join(lines)
@@ -167,17 +186,22 @@ def licences(papers: dict[str, Any]) -> str:
 def origin(papers: dict[str, Any], config: dict[str, Any]) -> str:
     data, vocabulary = papers.get("data") or {}, papers.get("vocabulary") or {}
     covered = (vocabulary.get("coverage_validation") or {}).get("overall")
-    kept = f"{config.get('draft_vocab_size')} of {vocabulary.get('target')} tokens"
+    block = config.get("transformer_layer_config") or config
+    kept = f"{config.get('draft_vocab_size')} of {block.get('vocab_size') or vocabulary.get('target')} tokens"
+    template, exported = (papers.get("target") or {}).get("template"), papers.get("exported") or {}
     rows = {
         "target's fingerprint": f"`{papers.get('fingerprint')}`",
-        "chat template": f"`{papers['target'].get('template')}`, arguments `{papers.get('template_args')}`",
-        "training data": f"`{data.get('hash')}`",
-        "draft vocabulary": kept + (f", which cover {covered:.1%} of validation answers" if covered else "")
-        if FLEX not in config
-        else "the target's",
-        "checkpoint": f"step {papers.get('step')}, seed {papers.get('seed')}",
+        "chat template": f"`{template}`" if template else "",
+        "its arguments": f"`{papers['template_args']}`" if "template_args" in papers else "",
+        "training data": f"`{data['hash']}`" if "hash" in data else "",
+        "draft vocabulary": "the target's"
+        if FLEX in config
+        else kept + (f", which cover {covered:.1%} of validation answers" if covered else ""),
+        "checkpoint": f"step {papers['step']}, seed {papers.get('seed')}" if "step" in papers else "",
         "versions": ", ".join(f"{name} {version}" for name, version in (papers.get("versions") or {}).items()),
+        "exported": f"for `{exported['layout']}` from `{public_name(exported['from'])}`" if exported else "",
     }
+    rows = {key: value for key, value in rows.items() if value}
     table = "\n".join(["| what | value |", "|---|---|", *(f"| {key} | {value} |" for key, value in rows.items())])
     recipe = papers.get("recipe")
     if not recipe:
@@ -198,11 +222,6 @@ def public(value: Any) -> Any:
 def public_name(text: str) -> str:
     """A local path or a package's file by its last part; a hub id and ordinary text as they are."""
     return Path(text).name if text.startswith(("/", "~", "./", "../", "package:")) else text
-
-
-def is_hub_id(path: str) -> bool:
-    local = path.startswith(("package:", ".", "/", "~")) or path.endswith(".gguf")
-    return path.count("/") == 1 and not local
 
 
 def sources(recipe: Recipe) -> list[dict[str, str]]:
@@ -228,11 +247,13 @@ def target_licence(cfg: TargetConfig, folder: Path) -> str:
         names = importlib.metadata.packages_distributions().get(module, [])
         return str(importlib.metadata.metadata(names[0]).json.get("license", "")) if names else ""
     if cfg.path.endswith(".gguf"):
+        if not Path(cfg.path).expanduser().is_file():
+            return ""
         from gguf import GGUFReader
 
         field = GGUFReader(Path(cfg.path).expanduser()).get_field("general.license")
         return str(field.contents()) if field is not None else ""
-    if is_hub_id(cfg.path) and not Path(cfg.path).is_dir():
+    if on_the_hub(cfg.path):
         return f"see https://huggingface.co/{cfg.path}"
     page = folder / "README.md"
     if not page.is_file():

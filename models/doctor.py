@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from models.facts import Facts, read_facts, read_target, with_weights
+from models.facts import Facts, read_facts, with_weights
 from models.fault import BOTH, Finding
 from models.findings import diagnose
 from models.kinds import NAMES, Draft, look
 from models.layout_tables import FLAGS
 from models.serving import sglang_command, vllm_command
 from models.simulate import Simulated, simulate
+from models.source import resolve
 from models.taps import engine_taps
 from recipes.schema import TargetConfig, UserError
 
@@ -55,7 +56,7 @@ class Report:
 
 def examine(folder: Path, cfg: TargetConfig | None = None, engines: tuple[str, ...] = BOTH) -> Report:
     """Everything but the printing. Raises UserError where the target is none; never for what the folder holds."""
-    facts = replace(read_facts(folder), target=read_target(cfg) if cfg else None)
+    facts = replace(read_facts(folder), target=resolve(cfg) if cfg else None)
     draft = look(facts)
     if (draft.eagle3 or draft.dflash) and not facts.unreadable:
         facts = with_weights(folder, facts)
@@ -114,14 +115,16 @@ def command(engine: str, folder: Path, facts: Facts, draft: Draft) -> str:
         serve = vllm_command(target, where, "dflash", drafts)
         return serve if engine == "vLLM" else sglang_command(target, where, "DFLASH", drafts)
     if engine == "vLLM":
-        return vllm_command(target, where) if draft.eagle3 else ""
-    return sglang_command(target, where) if draft.eagle3 and draft.kind != "speculators" else ""
+        return vllm_command(target, where, parallel=draft.peagle) if draft.eagle3 else ""
+    served = draft.eagle3 and not draft.peagle and draft.kind != "speculators"
+    return sglang_command(target, where) if served else ""
 
 
 def target_name(facts: Facts) -> str:
     """What engines call the target: the one given, else the one that the folder names, else TARGET."""
     if facts.target is not None:
-        return facts.target.folder if facts.target.path.startswith("package:") else facts.target.path
+        name = facts.target.name
+        return str(facts.target.folder.resolve()) if name.startswith("package:") else name
     papers, inner = facts.provenance.get("target"), facts.config.get("speculators_config")
     verifier = inner.get("verifier") if isinstance(inner, dict) else None
     named = [place.get(key) for place, key in ((papers, "path"), (verifier, "name_or_path")) if isinstance(place, dict)]

@@ -151,9 +151,10 @@ class Eagle3(nn.Module):
         rope: tuple[Tensor, Tensor],
         attention: AttendFn,
         asking_n: Tensor | None = None,
+        lean: bool = False,
     ) -> Tensor:
         """The next state [B, T, H], of the `asking` slots alone if given."""
-        out: Tensor = self.midlayer(state, embed.to(state.dtype), rope, attention, asking_n)
+        out: Tensor = self.midlayer(state, embed.to(state.dtype), rope, attention, asking_n, lean)
         return self.norm(out) if self.config.norm_output else out
 
     def _rope(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -203,7 +204,7 @@ class Eagle3(nn.Module):
                 state, at = picked(state, now.kept_n, 0), picked(at, now.index_n, 0)
                 made = [*made[:1], *((picked(k, now.kept_n, 1), picked(v, now.kept_n, 1)) for k, v in made[1:])]
             rope = self._rope_at((at + i).unsqueeze(0), state.dtype)
-            inputs = (state, next_embed(i), rope, made, documents, now)
+            inputs = (state, next_embed(i), rope, made, documents, now, not recompute)
             if recompute:
                 state, k, v = checkpoint(self._unroll_step, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -219,6 +220,7 @@ class Eagle3(nn.Module):
         made: list[Made],
         documents: Documents,
         asking: Asking | None,
+        lean: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The asking slots' next states [n, H], and the step's keys and values [K, T, D]."""
         found: list[Tensor] = []
@@ -230,7 +232,7 @@ class Eagle3(nn.Module):
             return out_NnD.transpose(0, 1).flatten(1).unsqueeze(0)
 
         asks = None if asking is None or made else asking.index_n
-        state_1nH = self._layer(state_TH.unsqueeze(0), embed_TH.unsqueeze(0), rope, attention, asks)
+        state_1nH = self._layer(state_TH.unsqueeze(0), embed_TH.unsqueeze(0), rope, attention, asks, lean)
         return state_1nH[0], found[0], found[1]
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import rotate
+from models.lean import gated, remade, rms_norm, rotate
 from models.linear import Linear
 
 if TYPE_CHECKING:
@@ -28,9 +27,7 @@ class RMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        # in fp32 whatever the stream's dtype: under autocast the stream is bf16 and the gain fp32
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -66,8 +63,11 @@ class MLP(nn.Module):
         self.up_proj = Linear(c.hidden_size, c.intermediate_size, bias=False)
         self.down_proj = Linear(c.intermediate_size, c.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(self, x: Tensor, lean: bool = False) -> Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        product = gated(gate, up)
+        with remade(product, lambda: gated(gate, up), lean):
+            out: Tensor = self.down_proj(product)
         return out
 
 
@@ -94,13 +94,23 @@ class Layer(nn.Module):
         rope: tuple[Tensor, Tensor],
         attention: AttendFn,
         asking_n: Tensor | None = None,
+        lean: bool = False,
     ) -> Tensor:
-        """The outputs of all slots, or of the `asking` ones; every slot makes keys and values."""
-        normed_BTH = self.hidden_norm(state_BTH)
-        x = torch.cat((self.input_layernorm(embed_BTH), normed_BTH), dim=-1)
+        """The outputs of all slots, or of the `asking` ones; every slot makes keys and values. `lean`: hold less for
+        the backward and make it again."""
+
+        def read() -> tuple[Tensor, Tensor]:
+            normed_BTH = self.hidden_norm(state_BTH)
+            return torch.cat((self.input_layernorm(embed_BTH), normed_BTH), dim=-1), normed_BTH
+
+        x, normed_BTH = read()
         residual = picked(normed_BTH if self.norm_before_residual else state_BTH, asking_n, 1)
-        h = residual + self.self_attn.o_proj(attention(*self.self_attn.project(x, rope, asking_n)))
-        out: Tensor = h + self.mlp(self.post_attention_layernorm(h))
+        with remade(x, lambda: read()[0], lean):
+            q, k, v = self.self_attn.project(x, rope, asking_n)
+        h = residual + self.self_attn.o_proj(attention(q, k, v))
+        normed = self.post_attention_layernorm(h)
+        with remade(normed, lambda: self.post_attention_layernorm(h), lean):
+            out: Tensor = h + self.mlp(normed, lean)
         return out
 
 

@@ -6,7 +6,8 @@
     serving_length=N    tokens that the engine will be started with; else the target's positions, where it is at hand
     dry_run=true        check all of it, write nothing
 
-What the layout can't express is refused with the reason; nothing is left out or changed.
+What the layout can't express is refused with the reason; nothing is left out or changed. The new folder has its papers
+(provenance.json) and a model card of its own (README.md).
 """
 
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.card import target_licence, write_card
 from models.eagle3 import Eagle3Config
 from models.imports import Stored
 from models.layout_tables import LAYOUTS, SPECULATORS, why_not
@@ -24,7 +26,7 @@ from models.layouts import Verifier, check_drafter, find_drafter, read_drafter, 
 from models.source import Source, resolve
 from models.weights import target_table
 from recipes.cli import told
-from recipes.files import read_json
+from recipes.files import check_writable, read_json, whole_folder
 from recipes.schema import TargetConfig, UserError, did_you_mean
 
 
@@ -64,8 +66,8 @@ def parse(argv: list[str]) -> Request:
 
 def run(request: Request) -> None:
     folder = find_drafter(request.drafter)
-    if Path(request.out).expanduser().resolve() == folder.resolve():
-        raise UserError(f"out={request.out} is the drafter itself: give another folder")
+    out = Path(request.out).expanduser().resolve()
+    refuse_out(out, folder)
     papers = read_provenance(folder)
     stored = check_drafter(folder, None, quiet=True)
     source = find_target(request, stored, papers)
@@ -89,8 +91,32 @@ def run(request: Request) -> None:
         name = source.name if not source.name.startswith("package:") and not source.name.endswith(".gguf") else ""
         verifier = Verifier(name or str(source.folder), architectures, embedding)
     papers |= {"fingerprint": fingerprint, "exported": {"from": str(folder), "layout": request.layout}}
-    save_drafter(drafter, Path(request.out).expanduser(), papers, stored.dtype, request.layout, verifier)
+    papers["target"] = papers.get("target", {}) | about_target(source, papers)
+    with whole_folder(out) as aside:
+        save_drafter(drafter, aside, papers, stored.dtype, request.layout, verifier)
+        write_card(aside)
     print(f"{request.out}: {about}, for {request.layout}")
+
+
+def refuse_out(out: Path, drafter: Path) -> None:
+    """An export takes the place of what is there: of another export alone."""
+    if out == drafter.resolve():
+        raise UserError(f"out={out} is the drafter itself: give another folder")
+    if out.is_dir() and any(out.iterdir()) and "exported" not in read_provenance(out):
+        raise UserError(f"out={out} holds something that is no export, which would be lost: give another folder")
+    check_writable(out)
+
+
+def about_target(source: Source | None, papers: dict[str, Any]) -> dict[str, str]:
+    """What can be said of the target, which need not be at hand."""
+    path = source.name if source else str(papers.get("target", {}).get("path") or "")
+    if not path:
+        return {}
+    folder = source.folder if source else Path(path).expanduser()
+    said = {"path": path, "licence": target_licence(TargetConfig(path=path), folder)}
+    if source:
+        said["template"] = source.template_hash
+    return {key: value for key, value in said.items() if value}
 
 
 def find_target(request: Request, stored: Stored, papers: dict[str, Any]) -> Source | None:
@@ -98,7 +124,7 @@ def find_target(request: Request, stored: Stored, papers: dict[str, Any]) -> Sou
     path = request.target
     needed = request.layout == SPECULATORS or "embed_tokens.weight" in stored.names or stored.borrows_head
     if not path and needed:
-        path = (papers.get("target") or {}).get("path", "")
+        path = papers.get("target", {}).get("path", "")
         if not path:
             what = "the speculators layout names it and holds its embedding"
             why = what if request.layout == SPECULATORS else "its embedding or head stands for the drafter's"

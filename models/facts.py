@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from models.source import resolve
-from recipes.files import read_json
-from recipes.schema import TargetConfig, UserError
+from models.source import Source
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 MAP_ENTRIES = 1 << 22  # of a vocabulary map that is read; no tokenizer has as many tokens
@@ -33,20 +31,6 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class TargetFacts:
-    """The target, known without its weights. `rope` as `rope_of` gives it."""
-
-    path: str
-    fingerprint: str
-    hidden_size: int
-    vocab_size: int
-    n_layers: int
-    max_positions: int
-    rope: dict[str, Any]
-    folder: str = ""
-
-
-@dataclass(frozen=True)
 class Facts:
     config: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Stored] = field(default_factory=dict)
@@ -56,7 +40,7 @@ class Facts:
     files: tuple[str, ...] = ()
     not_finite: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()
-    target: TargetFacts | None = None
+    target: Source | None = None
 
 
 def rope_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -73,20 +57,6 @@ def rope_of(config: dict[str, Any]) -> dict[str, Any]:
     rope.setdefault("rope_type", kind or "default")
     rope.setdefault("rope_theta", config.get("rope_theta") or 10000.0)
     return rope
-
-
-def read_target(cfg: TargetConfig) -> TargetFacts:
-    """Raises UserError for what is no target."""
-    source = resolve(cfg)
-    config = read_json(source.folder / "config.json", f"target {cfg.path}")
-    text = config.get("text_config", config)
-    try:
-        sizes = [int(text[key]) for key in ("hidden_size", "vocab_size", "max_position_embeddings")]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"target {cfg.path}: {source.folder}/config.json gives no whole number for {error}") from error
-    folder = str(source.folder.resolve())
-    hidden, vocab, longest = sizes
-    return TargetFacts(cfg.path, source.fingerprint, hidden, vocab, source.n_layers, longest, rope_of(text), folder)
 
 
 def read_facts(folder: Path) -> Facts:
@@ -117,6 +87,9 @@ def read_facts(folder: Path) -> Facts:
 
 
 def _json(path: Path, broken: list[str]) -> dict[str, Any]:
+    if not path.is_file():  # a pipe would be waited for
+        broken.append(f"{path.name} is no file")
+        return {}
     try:
         if path.stat().st_size > CONFIG_BYTES:
             broken.append(f"{path.name} has {path.stat().st_size >> 20} MiB: no {path.name} is that large")
@@ -134,6 +107,9 @@ def _json(path: Path, broken: list[str]) -> dict[str, Any]:
 
 
 def _headers(path: Path, tensors: dict[str, Stored], maps: dict[str, torch.Tensor], broken: list[str]) -> None:
+    if not path.is_file():
+        broken.append(f"{path.name} is no file")
+        return
     try:
         with safe_open(path, "pt") as file:
             for name in list(file.keys()):
@@ -150,7 +126,10 @@ def _headers(path: Path, tensors: dict[str, Stored], maps: dict[str, torch.Tenso
 
 def _missing_shards(folder: Path, files: list[str], broken: list[str]) -> None:
     for name in [f for f in files if f.endswith(".safetensors.index.json")]:
-        shards = _json(folder / name, broken).get("weight_map", {})
+        index = _json(folder / name, broken)
+        shards = index.get("weight_map")
+        if index and not isinstance(shards, dict):
+            broken.append(f"{name} has no weight_map that names files")
         wanted = {str(shard) for shard in shards.values()} if isinstance(shards, dict) else set()
         broken += [f"{name} names {shard}, which is not there" for shard in sorted(wanted - set(files))]
 

@@ -15,7 +15,7 @@ from models.layout_tables import FLAGS
 from models.shapes import dflash_shapes, eagle3_shapes
 from models.taps import tap_findings, target_layers, whole_numbers
 
-FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
+FLOATS = ("F64", "F32", "F16", "BF16")
 OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "mask_hidden")
 SHORT = 4096  # positions; below them a drafter is too short for most serving
 
@@ -29,6 +29,7 @@ def diagnose(facts: Facts, draft: Draft) -> list[Finding]:
     checks = (
         files,
         unserved,
+        peagle,
         dflash,
         names,
         shapes,
@@ -92,7 +93,7 @@ def unserved(facts: Facts, draft: Draft) -> Iterator[Finding]:
         yield Finding(
             True, BOTH, f"no engine knows the architecture {named[0]}", "LlamaForCausalLMEagle3 is known", BOTH
         )
-    elif draft.eagle3 and named[0] != "LlamaForCausalLMEagle3":
+    elif draft.eagle3 and not draft.peagle and named[0] != "LlamaForCausalLMEagle3":
         yield Finding(False, SGLANG, f"SGLang does not know the architecture {named[0]}; vLLM does", stops=SGLANG)
 
 
@@ -111,13 +112,21 @@ def _speculators(facts: Facts, draft: Draft) -> Iterator[Finding]:
     if not complete:
         what = "speculators_config lacks proposal_methods[0].speculative_tokens or verifier.name_or_path"
         yield Finding(True, VLLM, what, "vLLM demands both", VLLM)
-    if kind in ("peagle", "dflash", "dflash2") and "mask_token_id" not in facts.config:
+    if kind in ("dflash", "dflash2") and "mask_token_id" not in facts.config:
         yield Finding(True, VLLM, f"mask_token_id is missing, which {kind} needs", "write the id of training", VLLM)
-    if kind == "peagle" and facts.tensors and "mask_hidden" not in draft.tensors:
-        yield Finding(True, VLLM, "mask_hidden is missing, which peagle needs", "export it again", VLLM)
     if kind == "eagle3" and "norm_before_residual" not in facts.config:
         what = "norm_before_residual is not written: vLLM takes true, the speculators library false"
         yield Finding(True, VLLM, what, "write the form that it was trained with")
+
+
+def peagle(facts: Facts, draft: Draft) -> Iterator[Finding]:
+    if not draft.peagle:
+        return
+    yield Finding(False, SGLANG, "SGLang cannot serve P-EAGLE", stops=SGLANG)
+    if draft.mask_token is None:
+        yield Finding(True, VLLM, "no mask token is named, which P-EAGLE needs", "write pard_token of training", VLLM)
+    if draft.tensors and "mask_hidden" not in draft.tensors:
+        yield Finding(True, VLLM, "mask_hidden is missing, which P-EAGLE needs", "export it again", VLLM)
 
 
 def dflash(facts: Facts, draft: Draft) -> Iterator[Finding]:
@@ -147,6 +156,9 @@ def names(facts: Facts, draft: Draft) -> Iterator[Finding]:
         first, more = draft.prefixed[0], len(draft.prefixed) - 1
         what = f"{first} and {more} more start with `model.`: vLLM prepends it again and stops"
         yield Finding(True, VLLM, what, "save them without the prefix (SGLang takes both)", VLLM)
+    if draft.twice:
+        what = f"{', '.join(draft.twice[:4])} is stored under two names: which one counts is up to chance"
+        yield Finding(True, BOTH, what, "leave one of them")
     wanted = _expected(draft)
     if not wanted or not draft.tensors:
         return
@@ -209,7 +221,10 @@ def dtypes(facts: Facts, draft: Draft) -> Iterator[Finding]:
     if wrong:
         kinds = ", ".join(f"{n} is {draft.tensors[n].dtype}" for n in wrong[:3])
         yield Finding(
-            True, BOTH, f"weights that are no floating-point numbers: {kinds}", "quantised drafters are not checked"
+            True,
+            BOTH,
+            f"weights that are no plain floats: {kinds}",
+            "quantised drafters are not checked",
         )
     floats = {s.dtype for n, s in draft.tensors.items() if n not in ("d2t", "t2d")} & set(FLOATS)
     if len(floats) > 1:
@@ -235,14 +250,15 @@ def vocabulary(facts: Facts, draft: Draft) -> Iterator[Finding]:
         yield Finding(True, BOTH, what, "write d2t (offsets) from the training run")
     if kept > whole:
         yield Finding(True, BOTH, f"draft_vocab_size={kept} is above vocab_size={whole}", "put it right", BOTH)
-    if facts.d2t is not None and draft.reduced:
-        yield from _offsets(facts.d2t, facts.t2d_ids, whole, kept)
+    if held and draft.reduced and draft.tensors["d2t"].shape != (kept,):
+        what = f"d2t is {list(draft.tensors['d2t'].shape)}, draft_vocab_size is {kept}"
+        yield Finding(True, BOTH, what, "export it again", BOTH)
+    elif facts.d2t is not None and draft.reduced:
+        yield from _offsets(facts.d2t, facts.t2d_ids, whole)
 
 
-def _offsets(d2t: list[int], marked: list[int] | None, whole: int, kept: int) -> Iterator[Finding]:
+def _offsets(d2t: list[int], marked: list[int] | None, whole: int) -> Iterator[Finding]:
     ids = [i + offset for i, offset in enumerate(d2t)]
-    if len(d2t) != kept:
-        yield Finding(True, BOTH, f"d2t has {len(d2t)} entries, draft_vocab_size is {kept}", "export it again", BOTH)
     ascending = all(a < b for a, b in pairwise(ids))
     if ascending and ids and ids[0] >= 0 and ids[-1] < whole and (marked is None or marked == ids):
         return
@@ -256,12 +272,17 @@ def _offsets(d2t: list[int], marked: list[int] | None, whole: int, kept: int) ->
         yield Finding(True, BOTH, "d2t sends several draft ids to one target id", "export it again")
     elif marked is not None and sorted(ids) != marked:
         yield Finding(True, BOTH, "t2d and d2t mark different tokens; engines follow d2t", "find out which was trained")
+    else:
+        yield Finding(False, BOTH, "d2t is not ascending: engines follow it, Espalier's own reader does not")
 
 
 def flags(facts: Facts, draft: Draft) -> Iterator[Finding]:
     if not draft.eagle3:
         return
     config = draft.config
+    eps = config.get("rms_norm_eps", 0.0)
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < 1:
+        yield Finding(True, BOTH, f"rms_norm_eps={eps!r} is no small number", "write the one of training", BOTH)
     if config.get("tie_word_embeddings") is True:
         what = "tie_word_embeddings is true: SGLang drafts with the embedding table as its head"
         yield Finding(True, SGLANG, what, 'write "tie_word_embeddings": false')
@@ -321,9 +342,9 @@ def against_target(facts: Facts, draft: Draft) -> Iterator[Finding]:
     if draft.number("vocab_size") not in (0, target.vocab_size):
         what = f"made for a vocabulary of {draft.number('vocab_size')}, this target has {target.vocab_size}"
         yield Finding(True, BOTH, what, "serve it with its own target", BOTH)
-    own = rope_of(draft.config)
-    if any(own.get(k) != target.rope.get(k) for k in ("rope_theta", "rope_type")):
-        what = f"RoPE {_rope(own)} where the target has {_rope(target.rope)}"
+    own, theirs = rope_of(draft.config), rope_of(target.config.to_dict())
+    if any(own.get(k) != theirs.get(k) for k in ("rope_theta", "rope_type")):
+        what = f"RoPE {_rope(own)} where the target has {_rope(theirs)}"
         ours = stated is not None  # Espalier trains with the target's own
         yield Finding(ours, BOTH, what, "write the RoPE that it was trained with: nearly always the target's")
 

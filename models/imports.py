@@ -4,6 +4,7 @@ vLLM's and SGLang's layout (with or without `model.`, `layers.0.` for `midlayer.
 SpecForge and SafeAILab/EAGLE. What this version can't decode exactly as engines would is refused by name.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from models.eagle3 import Eagle3Config
+from models.facts import rope_of
 from models.layout_tables import BLOCKS, FLAGS, SPECULATORS, VLLM, shapes
 from models.target import check_taps
 from models.weights import Headers, read_headers
@@ -22,6 +24,7 @@ from recipes.schema import UserError
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM", BLOCKS[True][0])
 ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+MOST = 1024  # captured states
 OPTIONAL = ("embed_tokens.weight", "t2d")  # may be there or not
 OLD_NORMS = {f"aux_norm_{part}.weight": f"fc_norm.{i}.weight" for i, part in enumerate(("low", "mid", "high"))}
 # frozen copies of the target's, and tables that follow from the config
@@ -79,6 +82,8 @@ def read_stored(folder: Path, target_sizes: tuple[int, int] | None = None) -> St
     ids = _ids(merged, refuse)
     count = merged.get("num_aux_hidden_states")
     width = count if isinstance(count, int) and count > 0 else len(ids) if ids else 3
+    if width > MOST:
+        raise refuse(f"num_aux_hidden_states={width}: no target has as many layers")
     headers = read_headers(folder)
     placeholder = Eagle3Config(**fields, taps=tuple(range(width)), target_layers=width)
     names = _match(headers, placeholder, refuse)
@@ -157,7 +162,7 @@ def _sizes(c: dict[str, Any], refuse: Refuse) -> dict[str, Any]:
     if found["draft_vocab_size"] > found["vocab_size"]:
         raise refuse(f"draft_vocab_size={found['draft_vocab_size']} is above vocab_size={found['vocab_size']}")
     eps = c.get("rms_norm_eps", 1e-6)
-    if not isinstance(eps, int | float) or isinstance(eps, bool) or eps < 0:
+    if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 <= eps < math.inf:
         raise refuse(f"config.json says rms_norm_eps={eps!r}, which must be a number from 0 up")
     return {**found, "rms_norm_eps": float(eps)}
 
@@ -179,20 +184,19 @@ def _flags(c: dict[str, Any], speculators: bool, refuse: Refuse) -> dict[str, bo
 
 
 def _rope(c: dict[str, Any], refuse: Refuse) -> dict[str, Any]:
-    """Rotary parameters as transformers 5 writes them, from those or from rope_theta and rope_scaling."""
-    given = c.get("rope_parameters") or c.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise refuse(f"rope_parameters={given!r} is no mapping")
-    kind = given.get("rope_type", given.get("type", "default"))
-    if given.get("partial_rotary_factor", 1) != 1:
-        raise refuse(f"partial_rotary_factor={given['partial_rotary_factor']!r} set, which this version cannot decode")
+    """Rotary parameters as transformers 5 writes them, of either form."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(c.get(key) or {}, dict):
+            raise refuse(f"{key}={c[key]!r} is no mapping")
+    rope = rope_of(c)
+    kind, theta, part = rope["rope_type"], rope["rope_theta"], rope.get("partial_rotary_factor", 1)
+    if part != 1:
+        raise refuse(f"partial_rotary_factor={part!r} set, which this version cannot decode")
     if kind not in ROPES:
         raise refuse(f"rope_type={kind!r} is not known here; known: {', '.join(ROPES)}")
-    theta = given.get("rope_theta", c.get("rope_theta") or 10000.0)
-    if not isinstance(theta, int | float) or theta <= 0:
+    if not isinstance(theta, int | float) or not 0 < theta < math.inf:
         raise refuse(f"rope_theta={theta!r} must be a number above 0")
-    rest = {k: v for k, v in given.items() if k not in ("type", "rope_type", "rope_theta")}
-    return {"rope_theta": theta, "rope_type": kind, **rest}
+    return rope
 
 
 def _ids(c: dict[str, Any], refuse: Refuse) -> list[int] | None:

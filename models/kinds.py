@@ -22,6 +22,7 @@ ARCHITECTURES = {  # EAGLE-3 architectures that vLLM knows; SGLang knows the fir
 }
 NAMES = {
     "native": "EAGLE-3, native layout of vLLM and SGLang",
+    "peagle": "P-EAGLE (parallel drafting), native layout of vLLM",
     "speculators": "speculators",
     "specforge": "EAGLE-3 as SpecForge saves it (native layout)",
     "safeailab": "EAGLE-3 of SafeAILab/EAGLE",
@@ -36,20 +37,34 @@ MOST = 256  # layers and captured states that are looked at, whatever a config c
 @dataclass(frozen=True)
 class Draft:
     """`kind` is a key of NAMES. `config` is flat, with the defaults that vLLM lays under it; `stray` are other files
-    of weights; `tensors` go without `model.`; `prefixed` are those that had it."""
+    of weights; `tensors` go without `model.`; `prefixed` are those that had it, `twice` those that are there twice."""
 
     kind: str
     config: dict[str, Any]
     tensors: dict[str, Stored]
     prefixed: tuple[str, ...] = ()
     stray: tuple[str, ...] = ()
+    twice: tuple[str, ...] = ()
     pickled: tuple[str, ...] = ()
 
     @property
     def eagle3(self) -> bool:
         """Served as EAGLE-3, so that all the checks of it hold."""
         speculators = self.kind == "speculators" and self.config["speculators_model_type"] in ("eagle3", "peagle")
-        return speculators or self.kind in ("native", "specforge", "safeailab")
+        return speculators or self.kind in ("native", "peagle", "specforge", "safeailab")
+
+    @property
+    def peagle(self) -> bool:
+        """All drafts of a round come from one pass."""
+        return self.kind == "peagle" or self.config.get("speculators_model_type") == "peagle"
+
+    @property
+    def mask_token(self) -> object:
+        """The id that vLLM feeds a parallel drafter for tokens not yet known; None where nothing says it."""
+        inner = self.config.get("dflash_config")
+        places = [self.config.get(key) for key in ("pard_token", "ptd_token_id", "mask_token_id")]
+        given = [*places, inner.get("mask_token_id") if isinstance(inner, dict) else None]
+        return next((value for value in given if isinstance(value, int)), None)
 
     @property
     def dflash(self) -> bool:
@@ -103,8 +118,9 @@ def look(facts: Facts) -> Draft:
     prefixed = tuple(name for name in own if name.startswith("model."))
     tensors = {_plain(name): stored for name, stored in own.items()}
     pickled = tuple(f for f in facts.files if f.endswith(PICKLED) and not f.startswith(("training_state", "optimizer")))
-    kind = _kind(facts, tensors, pickled)
-    return Draft(kind, _flat(facts.config, kind), tensors, prefixed, stray, pickled)
+    kind, plain = _kind(facts, tensors, pickled), [_plain(name) for name in own]
+    twice = tuple(sorted({name for name in plain if plain.count(name) > 1}))
+    return Draft(kind, _flat(facts.config, kind), tensors, prefixed, stray, twice, pickled)
 
 
 def _plain(name: str) -> str:
@@ -129,6 +145,8 @@ def _kind(facts: Facts, tensors: dict[str, Stored], pickled: tuple[str, ...]) ->
         return ""
     if "speculators_model_type" in config:
         return "speculators"
+    if any("peagle" in name.lower() for name in names):
+        return "peagle"
     if "flexdraft_config" in config or any("FlexDraft" in name for name in names):
         return "flexdraft"
     if "dflash_config" in config or any("DFlash" in name for name in names):

@@ -169,6 +169,8 @@ def engine_config(config: Eagle3Config, layout: str, dtype: str, verifier: dict[
         **layer_ids(config, layout),
     }
     if layout != SPECULATORS:
+        if not config.norm_output:  # engines' default; to SpecForge false means that the head reads an un-normed state
+            del shared["norm_output"]
         return {"architectures": [BLOCKS[config.qk_norm][0]], **block(config), **shared}
     method = {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
     return {

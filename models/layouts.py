@@ -16,7 +16,7 @@ from torch import Tensor
 from models.eagle3 import Eagle3, Eagle3Config
 from models.imports import Stored, read_stored, refuse_not_finite
 from models.layout_tables import PORTABLE, SPECULATORS, VLLM, engine_config, names, why_not
-from models.source import Source, download
+from models.source import Source, download, on_the_hub
 from models.target import Target
 from models.vocab import VocabMap
 from models.weights import not_exported, read_tensors, weight_files
@@ -81,11 +81,6 @@ def save_drafter(
         write_json(aside / "provenance.json", {**provenance, "target_layers": drafter.config.target_layers})
 
 
-def on_the_hub(name: str) -> bool:
-    """Whether the name is a hub id (OWNER/NAME) and nothing on this machine."""
-    return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).exists()
-
-
 def find_drafter(name: str, what: str = "drafter") -> Path:
     """The folder, or the hub's snapshot where there is no such folder; pickled weights only if it has no others."""
     if not on_the_hub(name):
@@ -93,15 +88,20 @@ def find_drafter(name: str, what: str = "drafter") -> Path:
         if not folder.is_dir():
             raise UserError(f"{what}={name}: no such folder, nor a hub id (OWNER/NAME)")
         return folder
-    found = download(name, ["*.json", "*.safetensors"], f"{what}={name}: no such folder, and it")
+    found = download(name, ["*.json", "*.safetensors"], f"{what}={name} (no such folder here)")
     if not any(found.glob("*.safetensors")):
         found = download(name, ["*.json", "pytorch_model.bin"], f"{what}={name}")
     return found
 
 
 def read_provenance(folder: Path) -> dict[str, Any]:
+    """Empty where there are none. Raises UserError for papers that nobody could have written here."""
     path = folder / "provenance.json"
-    return read_json(path, "drafter") if path.is_file() else {}
+    papers = read_json(path, "drafter") if path.is_file() else {}
+    odd = [k for k in ("target", "data", "vocabulary", "versions", "recipe") if not isinstance(papers.get(k, {}), dict)]
+    if odd:
+        raise UserError(f"drafter={folder}: provenance.json is damaged: {odd[0]} is no mapping. Copy it again")
+    return papers
 
 
 def check_drafter(folder: Path, target: Source | Target | None, start: bool = False, quiet: bool = False) -> Stored:

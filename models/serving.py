@@ -2,13 +2,16 @@
 
 import json
 import shlex
+from typing import Any
 
 DRAFTS = 3  # draft tokens a round, where nothing better is known
 
 
-def vllm_command(target: str, folder: str, method: str = "eagle3", drafts: int = DRAFTS) -> str:
-    said = json.dumps({"method": method, "model": folder, "num_speculative_tokens": drafts})
-    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(said)}"
+def vllm_command(target: str, folder: str, method: str = "eagle3", drafts: int = DRAFTS, parallel: bool = False) -> str:
+    said: dict[str, Any] = {"method": method, "model": folder, "num_speculative_tokens": drafts}
+    if parallel:
+        said["parallel_drafting"] = True
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(said))}"
 
 
 def sglang_command(target: str, folder: str, algorithm: str = "EAGLE3", drafts: int = DRAFTS) -> str:

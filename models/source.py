@@ -49,6 +49,12 @@ class Source:
         return int(self.config.max_position_embeddings)
 
 
+def on_the_hub(name: str) -> bool:
+    """Whether the name is a hub id (OWNER/NAME) and nothing on this machine."""
+    local = name.startswith((".", "/", "~", "package:")) or name.endswith(".gguf")
+    return name.count("/") == 1 and not local and not Path(name).exists()
+
+
 def resolve(cfg: TargetConfig) -> Source:
     """Find the target and refuse what can be refused without its weights: missing, not causal, no chat template."""
     source = look_up(cfg)
@@ -119,7 +125,7 @@ def _locate(cfg: TargetConfig, dry_run: bool) -> tuple[Path, str] | None:
             words = f"It has models inside: {inside}" if inside else "Give target.path the folder that has one"
             raise UserError(f"target: the folder {path} holds no config.json, so it is not a model. {words}")
         return path, ""
-    if path.exists() or cfg.path.count("/") != 1 or cfg.path.startswith((".", "/", "~")):
+    if not on_the_hub(cfg.path):
         raise UserError(
             f"target: {cfg.path} is neither a folder, a .gguf file nor a hub id (OWNER/NAME).{near_names(path)} "
             "Check target.path"

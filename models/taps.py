@@ -6,13 +6,9 @@ from typing import Any
 from models.facts import Facts
 from models.fault import BOTH, SGLANG, VLLM, Finding
 from models.kinds import Draft
+from models.layout_tables import default_taps
 
 KEY = "eagle_aux_hidden_state_layer_ids"
-
-
-def default_taps(n_layers: int) -> list[int]:
-    """What both engines capture when a config names no layers."""
-    return [2, n_layers // 2, n_layers - 3]
 
 
 def target_layers(facts: Facts) -> int | None:
@@ -28,7 +24,7 @@ def whole_numbers(value: Any) -> list[int] | None:
 def engine_taps(facts: Facts, draft: Draft) -> dict[str, list[int] | None]:
     """{engine: taps in h[L]}; None = the default ones of a target whose depth is not known."""
     n = target_layers(facts)
-    default = default_taps(n) if n else None
+    default = list(default_taps(n)) if n else None
     if draft.dflash:
         inner = draft.config.get("dflash_config")
         ids = whole_numbers(inner.get("target_layer_ids")) if isinstance(inner, dict) else None
@@ -43,7 +39,7 @@ def engine_taps(facts: Facts, draft: Draft) -> dict[str, list[int] | None]:
 
 def _is_default(taps: list[int], n: int | None) -> bool:
     """Of this target; of a target of unknown depth, whether they could be its default ones."""
-    return len(taps) == 3 and taps == default_taps(n or taps[-1] + 3)
+    return len(taps) == 3 and taps == list(default_taps(n or taps[-1] + 3))
 
 
 def tap_findings(facts: Facts, draft: Draft) -> Iterator[Finding]:
@@ -62,7 +58,7 @@ def tap_findings(facts: Facts, draft: Draft) -> Iterator[Finding]:
     taps = top or outputs
     if taps is None:
         if n is not None and len(set(default_taps(n))) < 3:
-            what = f"the default taps {default_taps(n)} of a target of {n} layers collide, and none are written"
+            what = f"the default taps {list(default_taps(n))} of a target of {n} layers collide, and none are written"
             yield Finding(True, BOTH, what, "train with explicit distinct taps")
         return
     if sorted(set(taps)) != taps:

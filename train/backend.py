@@ -113,7 +113,7 @@ def restore_optimizer(
     if engine is None:
         for name, p in trained.items():
             loaded = {kind: moments[kind][name].to(p.device) for kind in MOMENTS}
-            optimizer.state[p] = {"step": torch.tensor(float(count)), **loaded}
+            optimizer.state[p] = {"step": torch.tensor(float(count), device=p.device), **loaded}
         return
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 

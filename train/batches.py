@@ -6,7 +6,7 @@ ranks comes last. A micro-batch is one flat row of whole documents, T tokens, an
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class Batch(NamedTuple):
     ids_T: Tensor
     answer_T: Tensor  # 0 outside answers and at the first token of a document
     lengths: list[int]  # of the documents
-    rows: Pack  # their indices; none where the tokens are of no row
+    rows: Sequence[int] = ()  # the indices of the documents; none where they are no rows
     epoch: int = 0  # what is drawn for a row is drawn anew in each
 
 

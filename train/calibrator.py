@@ -31,6 +31,7 @@ class CalibratorFamily(FlexFamily):
     title = "Calibrated FlexDraft"
 
     def check(self, recipe: Recipe, source: Source | None) -> None:
+        super().check(recipe, source)
         if recipe.dry_run and recipe.flexdraft and not Path(recipe.flexdraft).expanduser().is_dir():
             print(f"no FlexDraft drafter in {recipe.flexdraft} yet")
             return

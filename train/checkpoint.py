@@ -29,7 +29,7 @@ from train.batches import Cursor
 MOMENTS = ("exp_avg", "exp_avg_sq")
 # what may change between a run and its continuation without changing what is learned (but in its last bits, as another
 # number of ranks does: keep_features_mb=0)
-FREE = {"data.cache", "data.slots", "target.shard"}
+FREE = {"data.cache", "data.slots", "target.shard", "train.recompute"}
 FREE |= {f"train.{key}" for key in ("save_every", "keep", "log_every", "tracker", "keep_features_mb", "spike")}
 # not in the recipe
 LATER = {"target.fingerprint", "target.template", "data.hash", "vocabulary.hash", "flexdraft.weights"}

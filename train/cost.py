@@ -9,7 +9,8 @@ from data_prep.probe import target_config, training_dtype
 from models.flexdraft import default_layers
 from models.target import choose_device
 from recipes.schema import EagleConfig, Recipe
-from train.features import CHUNK
+from train.fused_loss import CHUNK_CPU, CHUNK_GPU
+from train.head_loss import CHUNK
 
 UNKNOWN = "  drafter and memory: not known before the target is fetched"
 
@@ -21,7 +22,7 @@ def use_bf16(recipe: Recipe, device: torch.device) -> bool:
 
 def kept_features(recipe: Recipe) -> int:
     """Bytes of the target's features that a run may keep: on a CPU, where rows may come a second time."""
-    again = recipe.train.epochs > 1 or recipe.train.max_steps > 0
+    again = (recipe.train.epochs > 1 or recipe.train.max_steps > 0) and recipe.data.states == "none"
     return recipe.train.keep_features_mb * 2**20 if again and choose_device(recipe.device).type == "cpu" else 0
 
 
@@ -34,6 +35,21 @@ def parameters(config: dict[str, Any], eagle: EagleConfig, taps: int) -> int:
     return hidden * (taps * hidden + 3 * int(config["intermediate_size"]) + vocab) + attention + gains
 
 
+def activations(config: dict[str, Any], recipe: Recipe, wide: int) -> int:
+    """Bytes that a micro-batch holds for its backward when all its slots are supervised, `wide` bytes a number.
+
+    By slot and unroll step: state, embedding and residual, queries and the attention's output, keys and values, gate
+    and up, rotation; in fp32 also what models/lean.py makes again in half precision. With train.recompute what goes
+    into a step and the keys and values, and one step whole. For the head: the states of all steps, their gradient.
+    """
+    hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
+    heads, steps = int(config["num_attention_heads"]), recipe.eagle.unroll_steps
+    kv, head = int(config.get("num_key_value_heads") or heads), int(config.get("head_dim") or hidden // heads)
+    step = 3 * hidden + 2 * (heads + kv + 1) * head + 2 * inner + (0 if wide == 2 else 3 * hidden + 2 * inner)
+    every = steps * (2 * hidden + 2 * (kv + 1) * head) + step if recipe.train.recompute else steps * step
+    return recipe.train.micro_batch_tokens * wide * (every + (2 if wide == 2 else 3) * steps * hidden)
+
+
 def training_cost(recipe: Recipe, prompts: int) -> str:
     """Upper bounds in words; `prompts` as data_prep.sources counts them."""
     t, taps = recipe.train, len(recipe.target.taps) or 3
@@ -42,12 +58,13 @@ def training_cost(recipe: Recipe, prompts: int) -> str:
         return "\n".join([*_steps(recipe, prompts), UNKNOWN])
     config = found.to_dict()
     size = parameters(config, recipe.eagle, taps)
+    device = choose_device(recipe.device)
     wide = _width(recipe)
-    # one gradient of the logits for each unroll step, the teacher's, and a working copy
-    logits = (recipe.eagle.unroll_steps + 2) * t.micro_batch_tokens * wide
-    logits *= recipe.eagle.draft_vocab or int(config["vocab_size"])
+    chunk = 2 * wide * (CHUNK_GPU if device.type == "cuda" else CHUNK_CPU)  # logits, the teacher's, a working copy
     features = t.batch_tokens * (taps + 1) * int(config["hidden_size"]) * wide
-    memory = 16 * size + logits + features + kept_features(recipe)
+    copies = size * wide if wide == 2 else 0  # what autocast computes with
+    held = activations(config, recipe, wide) + features + chunk + copies
+    memory = 16 * size + held + kept_features(recipe)
     return "\n".join([*_steps(recipe, prompts), *_sizes(recipe, size, memory)])
 
 
@@ -103,6 +120,6 @@ def _steps(recipe: Recipe, prompts: int) -> list[str]:
 def _sizes(recipe: Recipe, size: int, memory: int) -> list[str]:
     return [
         f"  drafter: {size:,} trained parameters ({16 * size / 1e9:,.2f} GB with gradients and AdamW's state)",
-        f"  memory: about {memory / 1e9:,.2f} GB on one process, beside the target and the layer's activations",
+        f"  memory: about {memory / 1e9:,.2f} GB on one process, beside the target",
         f"  disk: {12 * size / 1e9:,.2f} GB a checkpoint, {recipe.train.keep} kept besides the best",
     ]

@@ -22,6 +22,7 @@ from recipes.cli import entry
 from recipes.schema import Recipe
 from train import run, warm_start
 from train.cost import kept_features, training_cost
+from train.features import StoredTeacher
 from train.objective import Objective, UnrollLoss
 
 
@@ -43,6 +44,10 @@ class EagleFamily(run.Family):
         keep = 0 if target.sharded else kept_features(recipe)  # a rank that skips a forward leaves the others waiting
         vocab, recompute = prepared.vocab, recipe.train.recompute
         return UnrollLoss(drafter, teacher, vocab, recipe.eagle, bf16, keep, recompute), prepared
+
+    def read_from(self, store: StoredTeacher, objective: Objective) -> None:
+        assert isinstance(objective, UnrollLoss)
+        objective.teacher = store
 
     def save(self, drafter: Drafter, folder: Path, papers: dict[str, Any]) -> None:
         """In the portable layout where it can express the drafter."""

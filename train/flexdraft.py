@@ -34,6 +34,10 @@ class FlexFamily(run.Family):
     partitions = False  # masks go through its modules' parts, which ZeRO-3 does not see
 
     def check(self, recipe: Recipe, source: Source | None) -> None:
+        if recipe.data.states != "none":
+            raise UserError(
+                "data.states keeps what EAGLE-3 reads; FlexDraft reads keys of the late layers: set it to none"
+            )
         if source is not None:
             check_layers(recipe.flex.layers, source.n_layers)
 

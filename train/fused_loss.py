@@ -25,7 +25,8 @@ class Teaching:
 
     logits: Callable[[slice], Tensor]  # of some of the m rows, [.., V]
     lse_m: Tensor  # over the full vocabulary
-    rows_n: Tensor  # the row of each slot, in ascending order
+    order_n: Tensor  # where each slot stands in the head's input; what follows is in this order
+    rows_n: Tensor  # the row of each slot, ascending
     rows_on_host: Tensor
     scale_n: Tensor  # what each slot weighs in the loss
     loss: Loss
@@ -33,7 +34,7 @@ class Teaching:
 
 
 def fused_loss(x_nH: Tensor, weight_VH: Tensor, teaching: Teaching) -> tuple[Tensor, Judged]:
-    """The sum of the slots' losses, each times its weight; and what was found of each."""
+    """The sum of the slots' losses, each times its weight; and what was found of each, in the teaching's order."""
     total, *judged = _FusedLoss.apply(x_nH, weight_VH, teaching)
     return total, Judged(*judged)
 
@@ -53,14 +54,16 @@ class _FusedLoss(torch.autograd.Function):
                 here = teaching.rows_on_host[part]
                 first = int(here[0])
                 rows = slice(first, int(here[-1]) + 1)
-                logits = x[part] @ weight.T
+                order = teaching.order_n[part]
+                x_part = x.index_select(0, order)
+                logits = x_part @ weight.T
                 weigh = (teaching.rows_n[part] - first, teaching.lse_m[rows], teaching.scale_n[part], teaching.loss)
                 found.append(judge(logits, teaching.logits(rows), *weigh))
-                torch.mm(logits, weight, out=dx[part])
+                dx.index_copy_(0, order, logits @ weight)
                 if dweight.dtype == logits.dtype:
-                    dweight.addmm_(logits.T, x[part])
+                    dweight.addmm_(logits.T, x_part)
                 else:
-                    dweight += logits.T @ x[part]
+                    dweight += logits.T @ x_part
             judged = Judged(*(torch.cat(of_all) for of_all in zip(*found, strict=True)))
         ctx.gradients = dx.to(x_nH.dtype), dweight.to(weight_VH.dtype)
         ctx.mark_non_differentiable(*judged)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from models.target import Target
-from train.features import CHUNK
+
+CHUNK = 2**25  # logits (float32) that exist at once
 
 
 class Wanted(NamedTuple):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,8 @@ class Loop:
             self.store.clean()
         if self.accelerator.is_main_process and zero_stage(self.accelerator) == 3:
             self.whole = copy.deepcopy(self.objective.drafter).cpu()  # the parameters are about to be partitioned
-        self.optimizer = make_optimizer(self.objective, self.cfg, fused=offloads(self.accelerator))
+        fused = self.accelerator.device.type == "cuda" or offloads(self.accelerator)
+        self.optimizer = make_optimizer(self.objective, self.cfg, fused)
         self.model, self.wrapped = self.accelerator.prepare(self.objective, self.optimizer)
         self.engine = self.model if self.accelerator.distributed_type == DistributedType.DEEPSPEED else None
         if resumed is not None:
@@ -157,6 +159,9 @@ class Loop:
             batches = [load_batch(self.rows, pack, epoch) for pack in share]
         with self.watch.timed("target"):
             inputs = [self.objective.prepare(batch) for batch in batches]
+        for coming, _ in islice(self.schedule.walk(self.state.cursor), 1, 2):
+            later = deal(coming, lengths, cfg.micro_batch_tokens, accelerator.num_processes)
+            self.objective.ahead(later[accelerator.process_index])
         local = torch.stack([self.objective.counts(x) for x in inputs]).sum(0)
         before, loss_before = self.latest, None
         if before is None:

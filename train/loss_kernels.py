@@ -1,5 +1,7 @@
-"""`train.losses.judge` as a kernel for a GPU (Triton): one program a slot, the logits read two or three times and the
-gradient written over them. A slot's two rows of logits stay in the cache from one reading to the next.
+"""What train/losses.py asks of logits, as kernels for a GPU (Triton).
+
+One program a slot. `judge` reads its logits two or three times and writes the gradient over them; both rows of logits
+stay in the cache from one reading to the next.
 
 n slots, V kept vocabulary.
 """
@@ -25,7 +27,7 @@ def _judge(
     # running maxima, masses, sums of (teacher's mass) x (draft's, teacher's logit), and the draft's arg-max
     z_most, t_most = float("-inf"), float("-inf")
     z_mass, t_mass, crossed, own = 0.0, 0.0, 0.0, 0.0
-    guess = tl.full((), 0, tl.int64)
+    guess = slot * 0
     for start in range(0, V, BLOCK):
         inside = start + at < V
         z = tl.load(z_row + start + at, mask=inside, other=float("-inf")).to(tl.float32)

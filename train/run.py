@@ -22,10 +22,12 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from data_prep import states
 from data_prep.probe import expected
 from data_prep.prompts import Prompt, load_prompts
 from data_prep.run import Prepared, check, load_prepared, prepare
 from data_prep.sources import SourceCost
+from data_prep.state_store import StateStore
 from eval import harness
 from eval.drafters import Drafter
 from models.card import measured, public, sources, target_licence, write_card
@@ -47,6 +49,7 @@ from recipes.schema import Recipe, UserError
 from train.backend import make_accelerator, shards_target, zero_stage
 from train.checkpoint import State, Store, refuse_other_run, run_identity
 from train.cost import use_bf16
+from train.features import StoredTeacher
 from train.loop import Loop
 from train.objective import Objective
 
@@ -77,6 +80,10 @@ class Family:
         target in the dtype of the training step."""
         raise NotImplementedError
 
+    def read_from(self, store: StoredTeacher, objective: Objective) -> None:
+        """Train from the target's states on disk (`data.states`)."""
+        raise NotImplementedError
+
     def save(self, drafter: Drafter, folder: Path, papers: dict[str, Any]) -> None:
         """Export, with provenance.json made of `papers`."""
         raise NotImplementedError
@@ -97,6 +104,7 @@ def main(recipe: Recipe, family: Family) -> None:
         print(SourceCost.table(costs))
         print("\n".join(expected(recipe, SourceCost.load(costs))))
         print(family.cost(recipe, sum(max(0, c.prompts) for c in costs)))
+        print(states.expected_size(recipe, source, SourceCost.load(costs)))
         print(
             f"evaluation: {len(prompts)} prompts by {', '.join(recipe.eval.decoders)}\nrun folder: {folder.resolve()}"
         )
@@ -116,15 +124,21 @@ def train(recipe: Recipe, family: Family, folder: Path, source: Source, prompts:
         raise UserError(f"DeepSpeed ZeRO-3 is not for {family.title}. Use recipes/accelerate/zero2.yaml")
     target = load(recipe, accelerator, device, dtype)
     prepared = led(target, main, lambda: prepare(recipe, loader(recipe, target), source))
-    told = broadcast_object_list([str(prepared.folder) if prepared else ""])
-    prepared = prepared or shared(Path(told[0]))
-    bf16 = use_bf16(recipe, device)
-    teacher = loader(recipe, target)(torch.bfloat16) if bf16 and device.type == "cpu" else target
+    told: list[Any] = [str(prepared.folder) if prepared else "", use_bf16(recipe, device)]
+    shared_folder, bf16 = broadcast_object_list(told)  # what a short timing says must hold for all
+    prepared = prepared or shared(Path(shared_folder))
+    teacher = loader(recipe, target)(states.forward_dtype(recipe, device, bf16))
     objective, prepared = family.objective(recipe, target, teacher, prepared, bf16)
     identity = identify(recipe, family, source, prepared)
     if main:
         Store(folder, objective.vocab).resume(identity)  # refuses another run before anything of this one is written
         begin(recipe, folder, source, prepared)
+    if recipe.data.states != "none":
+        layout, ranks = states.layout_of(recipe, source, prepared, teacher.dtype), accelerator.num_processes
+        (missing,) = broadcast_object_list([layout.missing()])
+        states.write(layout, missing, lambda: teacher, accelerator.process_index, ranks, together=teacher.sharded)
+        accelerator.wait_for_everyone()
+        family.read_from(StoredTeacher(teacher, StateStore(layout)), objective)
     loop = Loop(recipe, objective, prepared.train, accelerator, folder)
 
     def score(drafter: Drafter) -> float | None:

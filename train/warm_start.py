@@ -14,8 +14,8 @@ from data_prep.run import Prepared
 from data_prep.vocabulary import coverage
 from models import layout_tables
 from models.eagle3 import Eagle3, Eagle3Config
-from models.layouts import check_drafter, find_drafter, load_drafter, on_the_hub, read_provenance
-from models.source import Source
+from models.layouts import check_drafter, find_drafter, load_drafter, read_provenance
+from models.source import Source, on_the_hub
 from models.target import Target, check_taps
 from models.vocab import VocabMap
 from recipes.schema import EagleConfig, Recipe, UserError

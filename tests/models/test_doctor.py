@@ -13,6 +13,7 @@ from torch import Tensor
 from models import doctor, facts
 from models.doctor import examine
 from models.layouts import save_drafter
+from models.source import resolve
 from models.target import Target
 from recipes.schema import TargetConfig
 from tests.tiny import tiny_drafter, tiny_model_folder
@@ -54,9 +55,8 @@ def rename(folder: Path, old: str, new: str) -> None:
 def to_speculators(folder: Path, **changes: Any) -> None:
     """What the speculators library would have saved: the block's config inside, `layers.0.` for `midlayer.`."""
     flat = json.loads((folder / "config.json").read_text())
-    top = {
-        k: flat[k] for k in ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "fc_norm", "norm_output")
-    }
+    keys = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "fc_norm", "norm_output")
+    top = {k: flat[k] for k in keys if k in flat}
     verifier = {"name_or_path": "org/model", "architectures": ["LlamaForCausalLM"]}
     methods = [{"proposal_type": "greedy", "speculative_tokens": 3}]
     top |= {
@@ -148,7 +148,7 @@ def test_a_good_folder_is_fit_to_serve(tiny_target: Callable[..., Any], tmp_path
     assert [r.verdict for r in report.readings if r.engine == "vLLM"] == ["serves"]
     captured = [1, 3, 6] if name == "custom taps" else [1, 2, 4, 7] if taps else [2, 4, 5]
     assert report.readings[0].taps in (captured, None)  # None: the default ones of a target that nobody names
-    against = facts.read_target(TargetConfig(path=str(target.folder)))
+    against = resolve(TargetConfig(path=str(target.folder)))
     known = doctor.replace(facts.read_facts(folder), target=against)
     assert not any(f.fatal for f in doctor.diagnose(known, doctor.look(known)))
 

@@ -180,3 +180,51 @@ def test_the_drafter_is_not_overwritten_by_its_export(target: Target, tmp_path: 
     folder = made(target, tmp_path / "d")
     with pytest.raises(UserError, match="is the drafter itself"):
         export(folder, "vllm", folder)
+
+
+def test_what_is_no_export_is_not_replaced(target: Target, tmp_path: Path) -> None:
+    folder, out = made(target, tmp_path / "d"), tmp_path / "mine"
+    out.mkdir()
+    (out / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="no export, which would be lost"):
+        export(folder, "vllm", out)
+    assert (out / "thesis.txt").read_text() == "years of work"
+    for layout in ("vllm", "sglang"):  # an export gives way to the next
+        export(folder, layout, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "provenance.json").read_text())["exported"]["layout"] == "sglang"
+
+
+def test_the_card_goes_with_the_export(target: Target, tmp_path: Path) -> None:
+    papers = {"fingerprint": target.fingerprint, "target": {"path": "org/model"}, "versions": {"torch": "2"}, "step": 9}
+    save_drafter(tiny_drafter(target, KEPT), tmp_path / "d", papers)
+    export(tmp_path / "d", "sglang", tmp_path / "g")
+    assert "org/model: see https://huggingface.co/org/model" in (tmp_path / "g" / "README.md").read_text()
+    export(tmp_path / "d", "speculators", tmp_path / "s", f"target={target.folder}")
+    page = (tmp_path / "s" / "README.md").read_text()
+    assert "trained with Espalier" in page and "step 9" in page and f"{len(KEPT)} of 320 tokens" in page
+    assert "sglang.launch_server" not in page and "for `speculators` from `d`" in page
+    assert str(tmp_path) not in page
+
+
+def test_the_card_of_another_tools_drafter_claims_no_more_than_is_known(target: Target, tmp_path: Path) -> None:
+    folder = made(target, tmp_path / "d")
+    (folder / "provenance.json").unlink()
+    export(folder, "portable", tmp_path / "out", f"target={target.folder}")
+    page = (tmp_path / "out" / "README.md").read_text()
+    assert "trained with another tool and exported by Espalier" in page and target.folder.name in page
+    assert "Not measured" in page and "None" not in page and "vllm serve" in page and "sglang.launch_server" in page
+
+
+@pytest.mark.parametrize(("layout", "engine"), [("vllm", "vllm serve"), ("sglang", "sglang.launch_server")])
+def test_the_card_names_the_engine_that_finds_the_taps(
+    tiny_target: Callable[..., Any], tmp_path: Path, layout: str, engine: str
+) -> None:
+    export(made(tiny_target("llama", taps=[1, 3, 6]), tmp_path / "d"), layout, tmp_path / "out")
+    page = (tmp_path / "out" / "README.md").read_text()
+    assert [word for word in ("vllm serve", "sglang.launch_server") if word in page] == [engine]
+
+
+def test_damaged_papers_are_told(target: Target, tmp_path: Path) -> None:
+    folder = made(target, tmp_path / "d")
+    (folder / "provenance.json").write_text('{"fingerprint": 3, "target": [1]}')
+    assert "target is no mapping" in refusal(folder, "vllm", tmp_path / "out")

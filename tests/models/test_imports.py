@@ -262,7 +262,7 @@ def test_a_hub_id_is_fetched_and_a_missing_one_is_told(
         raise OSError("no network here")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", nothing)
-    with pytest.raises(UserError, match=r"someone/eagle3: no such folder, and it.*no network here"):
+    with pytest.raises(UserError, match=r"someone/eagle3 \(no such folder here\).*no network here"):
         find_drafter("someone/eagle3")
     with pytest.raises(UserError, match="no such folder, nor a hub id"):
         find_drafter("runs/nothing/drafter")

@@ -44,10 +44,10 @@ def test_h_L_is_the_hidden_states_tuple_of_transformers(target: Target, ids: Ten
     close(target.logits(states.final_BTH), expected.logits)
 
 
-def test_columns_of_the_logits_can_be_had_alone(target: Target, ids: Tensor) -> None:
+def test_rows_of_the_head_give_their_logits_alone(target: Target, ids: Tensor) -> None:
     final = target.features(ids[:, :5]).final_BTH
     kept = torch.tensor([7, 3, 300])
-    close(target.logits(final, kept), target.logits(final)[..., kept])
+    close(target.logits(final, target.head_weight[kept]), target.logits(final)[..., kept])
 
 
 def test_a_ragged_cache_continues_as_one_pass_would(target: Target, ids: Tensor) -> None:

@@ -77,6 +77,7 @@ def test_there_are_commands_of_every_sort() -> None:
         "scripts/test.sh",
         "scripts/prompts.sh",
         "scripts/check_engines.sh",
+        "scripts/check_peers.sh",
         "accelerate",
         "python",
     }

@@ -168,15 +168,17 @@ def test_two_machines(config: str, target: Target, model_folder: Path, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", CONFIGS)
-def test_kill_9_in_a_save_leaves_a_run_that_resumes(config: str, model_folder: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    entry = {"config": config, "run_dir": run_dir, "train": SHORT}
-    assert launch(model_folder, [entry | {"kill": True}], tmp_path).returncode != 0
-    assert Store(run_dir).steps() == [4] and list(run_dir.glob("checkpoints/.step-*"))
-    well(launch(model_folder, [entry, entry | {"run_dir": tmp_path / "whole"}], tmp_path))
-    same_checkpoints(run_dir, tmp_path / "whole", 8)
-    assert not list(run_dir.glob("checkpoints/.step-*"))
+def test_kill_9_in_a_save_leaves_a_run_that_resumes(model_folder: Path, tmp_path: Path) -> None:
+    plan: list[dict[str, Any]] = []
+    for config in CONFIGS:
+        entry = {"config": config, "run_dir": tmp_path / config, "train": SHORT}
+        assert launch(model_folder, [entry | {"kill": True}], tmp_path).returncode != 0
+        assert Store(tmp_path / config).steps() == [4] and list(tmp_path.glob(f"{config}/checkpoints/.step-*"))
+        plan += [entry, entry | {"run_dir": tmp_path / f"whole-{config}"}]
+    well(launch(model_folder, plan, tmp_path))
+    for config in CONFIGS:
+        same_checkpoints(tmp_path / config, tmp_path / f"whole-{config}", 8)
+        assert not list(tmp_path.glob(f"{config}/checkpoints/.step-*"))
 
 
 def test_one_step_leaves_a_rank_without_a_supervised_token() -> None:

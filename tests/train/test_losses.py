@@ -10,7 +10,7 @@ from train.fused_loss import Teaching, fused_loss
 from train.losses import Loss, judge
 
 KEPT = torch.tensor([0, 2, 3, 5, 6, 8, 9])  # of a vocabulary of 11
-ROWS = torch.tensor([0, 0, 1, 2, 2])
+ROWS, ORDER = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([3, 0, 4, 1, 2])
 
 
 def obvious(loss: Loss, logits_nV: Tensor, teacher_cV: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,9 +52,9 @@ def test_head_and_loss_in_one_pass_give_the_gradients_of_two(
         asked.append(part)
         return teacher[part][:, KEPT].to(dtype)
 
-    teaching = Teaching(rows, teacher.logsumexp(-1), ROWS, ROWS, scale_n, loss, dtype)
+    teaching = Teaching(rows, teacher.logsumexp(-1), ORDER, ROWS, ROWS, scale_n, loss, dtype)
     total, _ = fused_loss(x, head, teaching)
-    value, _ = obvious(loss, x @ head.T, teacher)
+    value, _ = obvious(loss, x[ORDER] @ head.T, teacher)
     expected = (value * scale_n).sum()
     atol, rtol = (1e-9, 1e-7) if dtype == torch.float64 else (0.05, 0.05)
     torch.testing.assert_close(total, expected, atol=atol, rtol=rtol)
@@ -68,7 +68,9 @@ def test_head_and_loss_in_one_pass_give_the_gradients_of_two(
 def test_a_second_backward_is_refused() -> None:
     x, head = torch.randn(2, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     rows = torch.zeros(2, dtype=torch.long)
-    teaching = Teaching(lambda part: torch.randn(1, 3), torch.ones(1), rows, rows, torch.ones(2), Loss(), torch.float32)
+    teaching = Teaching(
+        lambda part: torch.randn(1, 3), torch.ones(1), torch.arange(2), rows, rows, torch.ones(2), Loss(), torch.float32
+    )
     total, _ = fused_loss(x, head, teaching)
     total.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward once"):

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,18 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from data_prep import teacher as teaching
 from data_prep.rows import Rows
 from models.attention import Documents
-from models.target import States, Target
+from models.target import States, Target, load_target
 from models.vocab import VocabMap
-from recipes.schema import NORMALISERS, OBJECTIVES
+from recipes.schema import NORMALISERS, OBJECTIVES, TargetConfig
 from tests.train import tiny_run
-from train import features, fused_loss, objective
+from train import fused_loss, objective
 from train.batches import load_batch
 from train.losses import Loss
 from train.objective import UnrollLoss, simulated_tau, step_weights, survival, tau_from_counts
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def exact(model_folder: Path) -> Target:
+    return load_target(TargetConfig(path=str(model_folder)), CPU, torch.float64)
 
 
 def naive_loss(loss: UnrollLoss, rows: Rows, indices: list[int]) -> tuple[Tensor, list[int], list[float], list[float]]:
@@ -107,7 +114,9 @@ def assert_equals_naive(loss: UnrollLoss, rows: Rows, micro_batches: list[list[i
     assert loss.metrics(sums)["acc"] == pytest.approx(accuracy, abs=1e-5)
     assert loss.metrics(sums)["overlap"] == pytest.approx(overlap, abs=2e-5)
     for name, gradient in gradients(loss).items():
-        torch.testing.assert_close(gradient, wanted.get(name, torch.zeros_like(gradient)), atol=2e-6, rtol=2e-4)
+        meant = wanted.get(name, torch.zeros_like(gradient))
+        most = 1e-6 if gradient.dtype == torch.float64 else 1e-4
+        assert (gradient - meant).norm() <= most * meant.norm() + most / 100, name
     return kept
 
 
@@ -126,9 +135,10 @@ def test_loss_counts_and_accuracy_equal_a_naive_loop(target: Target) -> None:
     seed=st.integers(0, 99),
 )
 def test_work_on_the_supervised_slots_alone_changes_nothing(
-    target: Target, lengths: list[int], flags: set[str], name: str, normaliser: str, recompute: bool, seed: int
+    exact: Target, lengths: list[int], flags: set[str], name: str, normaliser: str, recompute: bool, seed: int
 ) -> None:
-    """Against the naive loop over every slot: packed rows with no, one and several answers, all flags, all losses."""
+    """Against the naive loop over every slot: packed rows with no, one and several answers, all flags, all losses. In
+    fp64, since the slope of -log A has no bound near A = 0."""
     draw = random.Random(seed)
     marks = []
     for length in lengths:
@@ -137,7 +147,8 @@ def test_work_on_the_supervised_slots_alone_changes_nothing(
         marks.append([0] * max(0, length - len(answers)) + answers[:length])
     rows = tiny_run.make_rows([([draw.randrange(tiny_run.VOCAB) for _ in m], m) for m in marks], [{} for _ in marks])
     eagle: dict[str, Any] = {"objective": name, "normaliser": normaliser, "lk_decay": 2.0, **dict.fromkeys(flags, True)}
-    loss = tiny_run.objective(target, seed=seed, keep_bytes=0, **eagle)
+    loss = tiny_run.objective(exact, seed=seed, keep_bytes=0, **eagle)
+    loss.drafter.double()
     loss.recompute = recompute
     assert_equals_naive(loss, rows, [list(range(len(rows)))])
 
@@ -147,8 +158,11 @@ def test_one_norm_before_fc_trains_the_same(target: Target) -> None:
     assert_equals_naive(loss, tiny_run.rows(), [[0, 3], [7]])
 
 
-def test_recomputed_activations_give_the_same_gradients_bit_for_bit(target: Target) -> None:
+@pytest.mark.parametrize("bf16", [False, True])
+def test_recomputed_activations_give_the_same_gradients_bit_for_bit(target: Target, bf16: bool) -> None:
+    """In bf16 the other way holds less too: what is cheap it makes again."""
     rows, loss = tiny_run.rows(), tiny_run.objective(target)
+    loss.bf16 = bf16
     value, sums, _ = pass_through(loss, rows, [[1, 3, 5, 6]])
     held = gradients(loss)
     loss.zero_grad()
@@ -266,7 +280,7 @@ def test_chunks_change_nothing(target: Target, monkeypatch: pytest.MonkeyPatch) 
     whole, sums, _ = pass_through(loss, rows, [[3, 7]])
     at_once = gradients(loss)
     loss.zero_grad()
-    monkeypatch.setattr(features, "CHUNK", 3 * tiny_run.VOCAB)
+    monkeypatch.setattr(teaching, "CHUNK", 3 * tiny_run.VOCAB)
     monkeypatch.setattr(fused_loss, "CHUNK_CPU", 3 * loss.vocab.size)
     parts, sums_parts, _ = pass_through(loss, rows, [[3, 7]])
     assert whole.item() == pytest.approx(parts.item(), abs=1e-6)
