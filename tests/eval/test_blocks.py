@@ -75,10 +75,11 @@ def test_block_drafts_are_verified_losslessly(
     plain = [row.tokens for row in decode(target, None, prompts, Settings("ar", NEW, heat)).rows]
     answers = [prompt[1:] + tokens for prompt, tokens in zip(prompts, plain, strict=True)]
 
-    def made(_: Any, target: Target, rows: int, capacity: int) -> Oracle:
-        return Oracle(answers, KVCache(1, rows, 1, capacity, 8, target.device, target.dtype), [[]] * rows, slice(None))
+    def made(_: Any, target: Target, text: KVCache, more: int) -> Oracle:
+        own = KVCache(1, text.rows, 1, text.capacity + more, 8, target.device, target.dtype)
+        return Oracle(answers, own, [[]] * text.rows, slice(None))
 
-    monkeypatch.setattr("eval.engine.EagleDrafting", made)
+    monkeypatch.setattr("eval.engine.drafting_of", made)
     settings = Settings(decoder, NEW, heat, depth=LENGTH, branch=1, nodes=LENGTH, gates=(0.5,))
     found: Decoded = decode(target, tiny_drafter(target), prompts, settings, slots=2, engines=Engines(fixed=fixed))
     assert [row.tokens for row in found.rows] == plain
@@ -133,5 +134,5 @@ def test_the_confident_beginning_is_kept_and_the_matrix_fills_the_rest(decoder: 
 )
 def test_a_drafter_of_lines_has_no_tree_and_draws_nothing(settings: Settings) -> None:
     oracle = Oracle([], KVCache(1, 1, 1, 8, 8, torch.device("cpu"), torch.float32), [[]], slice(None))
-    with pytest.raises(UserError, match="Use chain, prune or graft"):
+    with pytest.raises(UserError, match="Use chain, flex, prune, graft"):
         proposer(settings, torch.tensor([3]), False, oracle, 12)
