@@ -134,8 +134,9 @@ def expected(recipe: Recipe, load: Load) -> list[str]:
     trained = train.epochs * tokens
     if train.max_steps:
         trained = min(trained, train.max_steps * train.batch_tokens)
-    # on a CPU the target's features are kept from the first epoch on
+    # on a CPU the target's features are kept from the first epoch on; those on disk are of all rows
     taught = min(trained, tokens) if device.type == "cpu" and train.keep_features_mb else trained
+    taught = taught if data.states == "none" else tokens
     kept_vocab = min(1.0, (recipe.eagle.draft_vocab or config.vocab_size) / config.vocab_size)
     passes = BACKWARD * recipe.eagle.unroll_steps
     drafter = passes * _wider(config) * found.layer_token + (passes + 1) * share * kept_vocab * found.head_token

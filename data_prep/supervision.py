@@ -29,6 +29,15 @@ def supervised(answer: Tensor, steps: int) -> Tensor:
     return torch.stack(out)
 
 
+def teaching(answer: Tensor) -> Tensor:
+    """bool [..., T]: the positions whose law teaches some slot, at whatever unroll step.
+
+    Position q = p + 1 + i teaches slot p at step i, which asks for x[q-i .. q+1] in one answer: of all steps the first
+    asks for least, so what it teaches is all.
+    """
+    return torch.cat([torch.zeros_like(answer[..., :1], dtype=torch.bool), supervised(answer, 1)[0, ..., :-1]], -1)
+
+
 def encode_generated(
     prompt: Sequence[int], answer: Sequence[int], prompt_answers: Sequence[int] | None = None
 ) -> tuple[list[int], list[int]]:

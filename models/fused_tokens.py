@@ -307,3 +307,30 @@ def walk(
     tree = (t.contiguous() for t in (chosen_BN, tokens_BN, parents_BN, valid_BN))
     _walk[(B,)](*tree, path, accepted, bonus, N, depth, triton.next_power_of_2(N), num_warps=1)
     return path, accepted, bonus
+
+
+@triton.jit
+def _best_and_mass(logits, guesses, masses, V, BLOCK: tl.constexpr):
+    slot, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    most, mass = float("-inf"), 0.0
+    guess = slot * 0
+    for start in range(0, V, BLOCK):
+        z = tl.load(logits + slot * V + start + at, mask=start + at < V, other=float("-inf")).to(tl.float32)
+        here = tl.max(z, 0)
+        guess = tl.where(here > most, start + tl.argmax(z, 0).to(tl.int64), guess)
+        peak = tl.maximum(most, here)
+        mass = mass * tl.exp(most - peak) + tl.sum(tl.exp(z - peak), 0)
+        most = peak
+    tl.store(guesses + slot, guess)
+    tl.store(masses + slot, most + tl.log(mass))
+
+
+def best_and_mass(logits_nV: Tensor) -> tuple[Tensor, Tensor]:
+    """As models.sampling.best_and_mass."""
+    n, V = logits_nV.shape
+    guess_n = torch.empty(n, dtype=torch.int64, device=logits_nV.device)
+    mass_n = torch.empty(n, dtype=torch.float32, device=logits_nV.device)
+    block = min(4096, triton.next_power_of_2(V))
+    warps = max(1, min(8, block // 256))
+    _best_and_mass[(n,)](logits_nV.contiguous(), guess_n, mass_n, V, block, num_warps=warps)
+    return guess_n, mass_n

@@ -76,3 +76,12 @@ def draw_rows(laws_BRV: Tensor, rows_BK: Tensor, uniforms_BK: Tensor) -> Tensor:
 
         return fused_tokens.draw_rows(laws_BRV, rows_BK, uniforms_BK)
     return draw(laws_BRV.double().gather(1, rows_BK.unsqueeze(2).expand(-1, -1, laws_BRV.shape[2])), uniforms_BK)
+
+
+def best_and_mass(logits_nV: Tensor) -> tuple[Tensor, Tensor]:
+    """Arg-max and log-sum-exp of each row; the latter in float32 or wider."""
+    if logits_nV.is_cuda and logits_nV.dtype != torch.float64:
+        from models import fused_tokens
+
+        return fused_tokens.best_and_mass(logits_nV)
+    return logits_nV.argmax(-1), logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32)).logsumexp(-1)

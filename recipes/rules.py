@@ -27,6 +27,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "target.shard": ("auto", "always", "never"),
     "data.dtype": DTYPES,
     "eval.dtype": DTYPES,
+    "data.states": ("none", "bf16", "fp8"),
     "eagle.init_vocab": ("keep", "replace"),
     "eagle.objective": OBJECTIVES,
     "eagle.normaliser": NORMALISERS,

@@ -72,6 +72,7 @@ class DataConfig:
     dtype: str = "auto"  # of generation; auto = bfloat16 where this device is faster with it, else float32
     server: ServerConfig = field(default_factory=ServerConfig)
     validation_rows: int = 32  # held out, by prompt; the best checkpoint is chosen on them
+    states: str = "none"  # the target's hidden states of the training rows, written to disk first: none | bf16 | fp8
     cache: str = ""  # folder of prepared data, keyed by content; empty = ~/.cache/espalier
 
 

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from data_prep.supervision import supervised
+from data_prep.teacher import chunk_rows, teacher_summary
 from models.attention import Documents
 from models.eagle3 import Eagle3, Eagle3Config
 from models.target import choose_device
@@ -39,7 +40,6 @@ from models.vocab import VocabMap
 from recipes.files import write_json
 from recipes.schema import EagleConfig, Recipe, UserError
 from train.backend import make_optimizer
-from train.features import chunk_rows, teacher_summary
 from train.objective import Inputs, UnrollLoss, select
 
 STEPS, BEYOND = 7, 8  # unroll steps; tokens behind the trained slots

@@ -22,12 +22,12 @@ from eval.tree import FIELDS, DraftTree
 from eval.verify import Drafts, follow
 from models import lean
 from models.attention import Asking, Documents, causal_plus_diagonals, reference_causal_plus_diagonals
-from models.sampling import draw, law, sample
+from models.sampling import best_and_mass, draw, law, sample
 from models.target import Target, load_target
 from recipes.schema import DECODERS, OBJECTIVES, TargetConfig
 from scripts.bench_rules import random_drafts
 from tests.tiny import tiny_drafter, tiny_model_folder
-from train.losses import Loss, best_and_mass, judge, plainly
+from train.losses import Loss, judge, plainly
 
 NEW = 30
 

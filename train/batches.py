@@ -6,7 +6,7 @@ ranks comes last. A micro-batch is one flat row of whole documents, T tokens, an
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -31,6 +31,7 @@ class Batch(NamedTuple):
     ids_T: Tensor
     answer_T: Tensor  # 0 outside answers and at the first token of a document
     lengths: list[int]  # of the documents
+    rows: Sequence[int] = ()  # the indices of the documents; none where they are no rows
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def load_batch(rows: Rows, indices: Pack) -> Batch:
     lengths = [len(ids) for ids, _ in loaded]
     answer_T = torch.cat([answer for _, answer in loaded])
     answer_T[list(accumulate(lengths[:-1], initial=0))] = 0
-    return Batch(torch.cat([ids for ids, _ in loaded]), answer_T, lengths)
+    return Batch(torch.cat([ids for ids, _ in loaded]), answer_T, lengths, indices)
 
 
 @dataclass

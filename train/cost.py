@@ -18,7 +18,7 @@ def use_bf16(recipe: Recipe, device: torch.device) -> bool:
 
 def kept_features(recipe: Recipe) -> int:
     """Bytes of the target's features that a run may keep: on a CPU, where rows may come a second time."""
-    again = recipe.train.epochs > 1 or recipe.train.max_steps > 0
+    again = (recipe.train.epochs > 1 or recipe.train.max_steps > 0) and recipe.data.states == "none"
     return recipe.train.keep_features_mb * 2**20 if again and choose_device(recipe.device).type == "cpu" else 0
 
 

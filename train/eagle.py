@@ -27,10 +27,12 @@ from omegaconf import OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from data_prep import states
 from data_prep.probe import expected
 from data_prep.prompts import Prompt, load_prompts
 from data_prep.run import Prepared, check, load_prepared, prepare
 from data_prep.sources import SourceCost
+from data_prep.state_store import StateStore
 from eval import harness
 from models.card import measured, public, sources, target_licence, write_card
 from models.eagle3 import Eagle3
@@ -55,6 +57,7 @@ from train import warm_start
 from train.backend import make_accelerator, shards_target
 from train.checkpoint import State, Store, refuse_other_run, run_identity
 from train.cost import kept_features, training_cost, use_bf16
+from train.features import StoredTeacher
 from train.loop import Loop
 from train.objective import UnrollLoss
 
@@ -76,6 +79,7 @@ def main(recipe: Recipe) -> None:
         print(SourceCost.table(costs))
         print("\n".join(expected(recipe, SourceCost.load(costs))))
         print(training_cost(recipe, sum(max(0, c.prompts) for c in costs)))
+        print(states.expected_size(recipe, source, SourceCost.load(costs)))
         print(
             f"evaluation: {len(prompts)} prompts by {', '.join(recipe.eval.decoders)}\nrun folder: {folder.resolve()}"
         )
@@ -93,8 +97,9 @@ def train(recipe: Recipe, folder: Path, source: Source, prompts: list[Prompt]) -
     main = accelerator.is_main_process
     target = load(recipe, accelerator, device, dtype)
     prepared = led(target, main, lambda: prepare(recipe, loader(recipe, target), source))
-    told = broadcast_object_list([str(prepared.folder) if prepared else ""])
-    prepared = prepared or shared(Path(told[0]))
+    told: list[Any] = [str(prepared.folder) if prepared else "", use_bf16(recipe, device)]
+    shared_folder, bf16 = broadcast_object_list(told)  # what a short timing says must hold for all
+    prepared = prepared or shared(Path(shared_folder))
     drafter, prepared = warm_start.make_drafter(recipe, target, prepared)
     identity = identify(recipe, source, prepared)
     if main:
@@ -102,10 +107,15 @@ def train(recipe: Recipe, folder: Path, source: Source, prompts: list[Prompt]) -
             print(warm_start.describe(recipe, source, prepared), flush=True)
         Store(folder, prepared.vocab).resume(identity)  # refuses another run before anything of this one is written
         begin(recipe, folder, source, prepared)
-    bf16 = use_bf16(recipe, device)
-    teacher = loader(recipe, target)(torch.bfloat16) if bf16 and device.type == "cpu" else target
+    teacher = loader(recipe, target)(states.forward_dtype(recipe, device, bf16))
     keep = 0 if target.sharded else kept_features(recipe)  # a rank that skips a forward would leave the others waiting
     objective = UnrollLoss(drafter, teacher, prepared.vocab, recipe.eagle, bf16, keep, recipe.train.recompute)
+    if recipe.data.states != "none":
+        layout, ranks = states.layout_of(recipe, source, prepared, teacher.dtype), accelerator.num_processes
+        (missing,) = broadcast_object_list([layout.missing()])
+        states.write(layout, missing, lambda: teacher, accelerator.process_index, ranks, together=teacher.sharded)
+        accelerator.wait_for_everyone()
+        objective.teacher = StoredTeacher(teacher, StateStore(layout))
     loop = Loop(recipe, objective, prepared.train, accelerator, folder)
 
     def score(drafter: Eagle3) -> float | None:

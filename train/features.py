@@ -1,43 +1,19 @@
-"""What the frozen target says about a packed micro-batch: the inputs of a drafter, and what its teacher knows.
+"""Features of packed micro-batches: from the frozen target as they are asked for, or from what it left on disk.
 
 T tokens, m positions that teach some slot, H hidden, C features.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
+from data_prep.state_store import StateStore, Stored
+from data_prep.teacher import Features, read_features
 from models.attention import Documents
-from models.target import States, Target
-from train.losses import best_and_mass
-
-# logits held at once where a pass over a vocabulary is cut into chunks of rows
-CHUNK = 2**25
-CHUNK_GPU = 2**28  # half a GiB in bf16: a product of fewer rows would wait for the head's weight
-
-
-class Features(NamedTuple):
-    taps_TC: Tensor
-    final_mH: Tensor  # final normed states of the teaching positions
-    best_m: Tensor  # the target's arg-max there, in its own vocabulary
-    lse_m: Tensor  # the log-sum-exp of its logits there, over its full vocabulary; float32 or wider
-
-
-def teacher_summary(target: Target, final_nH: Tensor) -> tuple[Tensor, Tensor]:
-    """Arg-max and log-sum-exp of the target's logits over its full vocabulary [n], [n], a chunk of rows at a time:
-    [n, V] never exists."""
-    wide = torch.promote_types(final_nH.dtype, torch.float32)
-    best, lse = [final_nH.new_empty(0, dtype=torch.int64)], [final_nH.new_empty(0, dtype=wide)]
-    for part in final_nH.split(chunk_rows(target.vocab_size, final_nH.device)):
-        of_part = best_and_mass(target.logits(part))
-        best.append(of_part[0])
-        lse.append(of_part[1])
-    return torch.cat(best), torch.cat(lse)
-
-
-def chunk_rows(vocab: int, device: torch.device) -> int:
-    return max(1, (CHUNK_GPU if device.type == "cuda" else CHUNK) // vocab)
+from models.target import Target
+from train.batches import Batch, Pack
 
 
 class Teacher:
@@ -47,16 +23,22 @@ class Teacher:
     first kept, up to `keep_bytes`) or are computed again changes no bit.
     """
 
+    computes = True  # whether the target runs
+
     def __init__(self, target: Target, keep_bytes: int = 0) -> None:
         self.target, self.keeps, self.room = target, keep_bytes > 0, keep_bytes
         self.kept: dict[tuple[bytes, bytes], Features] = {}
 
+    def ahead(self, packs: Sequence[Pack]) -> None:
+        """The packs of rows of the next optimiser step: a teacher that reads from disk begins to."""
+
     @torch.no_grad()
-    def features(self, ids_T: Tensor, teaches_T: Tensor, documents: Documents) -> Features:
-        """`ids` and `teaches` (the positions that teach some slot) are on the host."""
+    def features(self, batch: Batch, teaches_T: Tensor, documents: Documents) -> Features:
+        """`batch` and `teaches` (the positions that teach some slot) are on the host."""
+        ids_T = batch.ids_T
         if not self.keeps:
-            ids_T = ids_T.to(self.target.device, non_blocking=True)
-            return self._read(self.target.packed_features(ids_T, documents), teaches_T)
+            states = self.target.packed_features(ids_T.to(self.target.device, non_blocking=True), documents)
+            return read_features(self.target, states, teaches_T)
         parts = [self._document(ids_T[span], teaches_T[span]) for span in documents.spans]
         return Features(*(torch.cat(of_all) for of_all in zip(*parts, strict=True)))
 
@@ -64,14 +46,53 @@ class Teacher:
         key = (ids_T.numpy().tobytes(), teaches_T.numpy().tobytes())
         if key in self.kept:
             return self.kept[key]
-        found = self._read(self.target.features(ids_T.unsqueeze(0).to(self.target.device)), teaches_T)
+        states = self.target.features(ids_T.unsqueeze(0).to(self.target.device))
+        found = read_features(self.target, states, teaches_T)
         size = sum(t.nbytes for t in found)
         if size <= self.room:
             self.room -= size
             self.kept[key] = found
         return found
 
-    def _read(self, states: States, teaches_T: Tensor) -> Features:
-        teaching = teaches_T.nonzero().squeeze(-1).to(self.target.device, non_blocking=True)
-        final_mH = states.final_BTH[0].index_select(0, teaching)
-        return Features(states.taps_BTC[0], final_mH, *teacher_summary(self.target, final_mH))
+
+class StoredTeacher(Teacher):
+    """Features from a store (data_prep/state_store.py), read by a thread while the step before trains."""
+
+    computes = False
+
+    def __init__(self, target: Target, store: StateStore) -> None:
+        super().__init__(target)
+        self.store = store
+        self.thread = ThreadPoolExecutor(1, "states")
+        self.coming: dict[tuple[int, ...], Future[Stored]] = {}
+
+    def ahead(self, packs: Sequence[Pack]) -> None:
+        """What was read and not asked for goes."""
+        self.coming = {tuple(pack): self.thread.submit(self._read, pack) for pack in packs if pack}
+
+    @torch.no_grad()
+    def features(self, batch: Batch, teaches_T: Tensor, documents: Documents) -> Features:
+        key = tuple(batch.rows)
+        if not key:  # a rank without rows
+            return self._blank(len(batch.ids_T), int(teaches_T.sum()))
+        found = self.coming.pop(key).result() if key in self.coming else self._read(batch.rows)
+        features, m = found.features(self.target.device, self.store.layout.dtype), int(teaches_T.sum())
+        if len(found.best_m) == 0:
+            return self._blank(len(batch.ids_T), m)._replace(taps_TC=features.taps_TC)
+        assert len(found.best_m) == m, "what teaches follows from the answer marks alone"
+        return features
+
+    def _read(self, pack: Sequence[int]) -> Stored:
+        found = self.store.read(pack)
+        if self.target.device.type != "cuda":
+            return found
+        with torch.cuda.device(self.target.device):  # a thread's own is the first card
+            return found.pinned()
+
+    def _blank(self, T: int, m: int) -> Features:
+        """Where nothing teaches: finite, and the objective's weight for it is zero."""
+        layout, device = self.store.layout, self.target.device
+        taps_TC = torch.zeros(T, len(layout.taps) * layout.hidden, dtype=layout.dtype, device=device)
+        final_mH = taps_TC.new_zeros(m, layout.hidden)
+        best_m = torch.zeros(m, dtype=torch.int64, device=device)
+        return Features(taps_TC, final_mH, best_m, torch.zeros(m, device=device))

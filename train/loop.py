@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,9 @@ class Loop:
             batches = [load_batch(self.rows, pack) for pack in shares[accelerator.process_index]]
         with self.watch.timed("target"):
             inputs = [self.objective.prepare(batch) for batch in batches]
+        for coming, _ in islice(self.schedule.walk(self.state.cursor), 1, 2):
+            later = deal(coming, lengths, cfg.micro_batch_tokens, accelerator.num_processes)
+            self.objective.ahead(later[accelerator.process_index])
         local = torch.stack([self.objective.counts(x) for x in inputs]).sum(0)
         before, loss_before = self.latest, None
         if before is None:

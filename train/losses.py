@@ -37,15 +37,6 @@ class Judged(NamedTuple):
     overlap_n: Tensor  # A
 
 
-def best_and_mass(logits_nV: Tensor) -> tuple[Tensor, Tensor]:
-    """Arg-max and log-sum-exp of each row; the latter in float32 or wider."""
-    if logits_nV.is_cuda and logits_nV.dtype != torch.float64:
-        from train import loss_kernels
-
-        return loss_kernels.best_and_mass(logits_nV)
-    return logits_nV.argmax(-1), logits_nV.to(torch.promote_types(logits_nV.dtype, torch.float32)).logsumexp(-1)
-
-
 def judge(logits_nV: Tensor, teacher_cV: Tensor, rows_n: Tensor, lse_c: Tensor, scale_n: Tensor, loss: Loss) -> Judged:
     """Judge draft logits against rows of the teacher's, and write `scale` times the gradient over the logits.
 

@@ -7,6 +7,7 @@ T tokens of a packed micro-batch, H hidden, C features, V vocabulary, Vd kept vo
 that teach some slot, n slots: of all unroll steps together, the supervised ones.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from models.eagle3_layer import picked
 from models.target import Target
 from models.vocab import VocabMap
 from recipes.schema import EagleConfig
-from train.batches import Batch
+from train.batches import Batch, Pack
 from train.features import Teacher
 from train.fused_loss import Teaching, fused_loss
 from train.losses import Judged, Loss
@@ -129,6 +130,9 @@ class Objective(nn.Module):
         """No-gradient work on a micro-batch, done for the whole optimiser step before its first backward."""
         raise NotImplementedError
 
+    def ahead(self, packs: Sequence[Pack]) -> None:
+        """The packs of the optimiser step after the one that was prepared, for what can be read ahead of it."""
+
     def counts(self, inputs: Any) -> Tensor:
         """How many slots each loss term averages over; the loop sums it over micro-batches and ranks."""
         raise NotImplementedError
@@ -172,10 +176,13 @@ class UnrollLoss(Objective):
         if not teaches_T.any():
             teaches_T[0] = True
         slots = select(ids_T, supervised_ST, teaches_T.cumsum(0) - 1, documents)
-        said = self.teacher.features(ids_T, teaches_T, documents)
+        said = self.teacher.features(batch, teaches_T, documents)
         ids_T, supervised_ST = (t.to(documents.device, non_blocking=True) for t in (ids_T, supervised_ST))
         best_m = self.vocab.to_draft(said.best_m)
         return Inputs(ids_T, documents, supervised_ST, said.taps_TC, said.final_mH, best_m, said.lse_m, slots)
+
+    def ahead(self, packs: Sequence[Pack]) -> None:
+        self.teacher.ahead(packs)
 
     def counts(self, inputs: Inputs) -> Tensor:
         """By step: slots in the loss, or rows that have any."""
@@ -255,7 +262,8 @@ class UnrollLoss(Objective):
     def arithmetic(self, sums: Tensor, tokens: int, pairs: int) -> Arithmetic:
         slots = [int(n) for n in sums[SUPERVISED].tolist()]
         drafter = drafter_arithmetic(self.drafter.config, tokens, slots, pairs)
-        return Arithmetic(drafter, target_arithmetic(self.target, tokens, slots[0], pairs))
+        target = target_arithmetic(self.target, tokens, slots[0], pairs) if self.teacher.computes else 0.0
+        return Arithmetic(drafter, target)
 
     def metrics(self, sums: Tensor) -> dict[str, Any]:
         """Accuracies count a dropped slot as a miss; `coverage` is the share of first-step slots not dropped; `overlap`

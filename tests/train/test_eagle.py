@@ -222,6 +222,19 @@ def test_a_kill_during_the_evaluation_costs_only_that(
     assert (run_dir / "summary.json").is_file()
 
 
+def test_a_run_from_states_on_disk_writes_them_first_and_no_second_run_does(
+    arguments: list[str], run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = ["train.max_steps=3", "eval.decoders=[ar]", "data.states=fp8"]
+    main(recipe(arguments, tmp_path / "first", *few))
+    assert "shards, 0 to be made" not in capsys.readouterr().out
+    assert curve(tmp_path / "first", "loss") == pytest.approx(curve(run_dir, "loss")[:3], rel=0.02)
+    main(recipe(arguments, tmp_path / "second", *few, "train.max_steps=2"))
+    assert "shards, 0 to be made" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"data\.states: was 'fp8', now 'none'"):
+        main(recipe(arguments, tmp_path / "first", "train.max_steps=3", "eval.decoders=[ar]"))
+
+
 def test_dry_run_prints_cost_and_writes_nothing(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -273,3 +286,17 @@ def test_two_processes_end_to_end(config: str, arguments: list[str], run_dir: Pa
     assert refused.returncode != 0
     assert refused.stderr.count("error: two holds a run that differs") == 1
     assert "seed: was 0, now 3" in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp.yaml", "zero3.yaml"])
+def test_two_processes_write_and_read_states_on_disk(arguments: list[str], tmp_path: Path, config: str) -> None:
+    """Each writes its share, the target sharded or not, and reads its own rows; the curve is that of one process."""
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", f"{ROOT}/recipes/accelerate/{config}")
+    more = ["data.states=bf16", "train.epochs=1", "eval.decoders=[ar]"]
+    done = command(*arguments, *more, f"data.cache={tmp_path}", "run_dir=two", cwd=tmp_path, launcher=launcher)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    assert done.stdout.count("tokens written in") == 2
+    done = command(*arguments, *more, f"data.cache={tmp_path}", "run_dir=one", cwd=tmp_path)
+    assert done.returncode == 0 and "shards, 0 to be made" in done.stdout
+    assert curve(tmp_path / "two", "loss") == pytest.approx(curve(tmp_path / "one", "loss"), abs=1e-4)

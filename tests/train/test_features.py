@@ -3,16 +3,16 @@
 import pytest
 import torch
 
+from data_prep import teacher
+from data_prep.teacher import teacher_summary
 from models.target import Target
-from train import features
-from train.features import teacher_summary
 
 
 @pytest.mark.parametrize("chunk", [1, 700, 2**25])
 def test_arg_max_and_log_sum_exp_are_those_of_the_whole_logits(
     target: Target, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
-    monkeypatch.setattr(features, "CHUNK", chunk)
+    monkeypatch.setattr(teacher, "CHUNK", chunk)
     final_nH = torch.randn(9, target.hidden_size, generator=torch.Generator().manual_seed(1)) * 3
     best_n, lse_n = teacher_summary(target, final_nH)
     logits = target.logits(final_nH)

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from data_prep import teacher
 from recipes.schema import EagleConfig, Recipe, TrainConfig
 from scripts import bench_train
-from train import cost, features, fused_loss
+from train import cost, fused_loss
 
 CPU = torch.device("cpu")
 SHAPE = bench_train.SHAPES["tiny"]
@@ -43,7 +44,7 @@ def test_a_step_holds_what_is_said_of_it_and_its_peak_is_linear_in_its_tokens(
     dtype: torch.dtype, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fused_loss, "CHUNK_CPU", 2**12)
-    monkeypatch.setattr(features, "CHUNK", 2**13)
+    monkeypatch.setattr(teacher, "CHUNK", 2**13)
     sizes = (64, 128, 256)
     (one, low), (two, middle), (_, high) = (held_and_peak(n, dtype, recompute) for n in sizes)
     train = TrainConfig(micro_batch_tokens=64, recompute=recompute)

@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from data_prep import teacher as teaching
 from data_prep.rows import Rows
 from models.attention import Documents
 from models.target import States, Target, load_target
 from models.vocab import VocabMap
 from recipes.schema import NORMALISERS, OBJECTIVES, TargetConfig
 from tests.train import tiny_run
-from train import features, fused_loss, objective
+from train import fused_loss, objective
 from train.batches import load_batch
 from train.losses import Loss
 from train.objective import UnrollLoss, simulated_tau, step_weights, survival, tau_from_counts
@@ -279,7 +280,7 @@ def test_chunks_change_nothing(target: Target, monkeypatch: pytest.MonkeyPatch) 
     whole, sums, _ = pass_through(loss, rows, [[3, 7]])
     at_once = gradients(loss)
     loss.zero_grad()
-    monkeypatch.setattr(features, "CHUNK", 3 * tiny_run.VOCAB)
+    monkeypatch.setattr(teaching, "CHUNK", 3 * tiny_run.VOCAB)
     monkeypatch.setattr(fused_loss, "CHUNK_CPU", 3 * loss.vocab.size)
     parts, sums_parts, _ = pass_through(loss, rows, [[3, 7]])
     assert whole.item() == pytest.approx(parts.item(), abs=1e-6)
