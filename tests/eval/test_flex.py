@@ -21,6 +21,8 @@ from recipes.schema import EvalConfig, Recipe, TargetConfig, UserError
 from tests.tiny import tiny_drafter, tiny_model_folder
 
 SIZE = 5
+SLOWLY = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma3_text")]
+WINDOWED = [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "mistral")]
 GREEDY: dict[str, Any] = {"draft_temperature": 0.0, "verifier": "match"}
 PROMPTS = [[3, 9, 27, 81, 243], [5] * 11, [7, 8, 9]]
 
@@ -51,7 +53,7 @@ def settings(decoder: str, **changes: Any) -> Settings:
     return replace(settings_of(decoder, e), **changes)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", *SLOWLY])
 def test_greedy_outputs_are_plain_decodings(tmp_path: Path, family: str) -> None:
     target, drafter = make(tmp_path, family)
     plain = decode(target, None, PROMPTS, settings("ar"))
@@ -71,7 +73,7 @@ def test_sampled_outputs_are_plain_decodings_draws(tmp_path: Path, decoder: str,
     assert [row.tokens for row in flex.rows] == [row.tokens for row in plain.rows]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral"])
+@pytest.mark.parametrize("family", ["llama", *WINDOWED])
 @pytest.mark.parametrize("fixed", [False, True])
 def test_parallel_drafts_what_sequential_drafts(tmp_path: Path, family: str, fixed: bool) -> None:
     """In ragged batches, where prompts take the places of others that ended, with shapes fixed or not."""
@@ -87,7 +89,7 @@ def test_parallel_drafts_what_sequential_drafts(tmp_path: Path, family: str, fix
     assert sum(row.accepted for row in found[0].rows) > 6
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", *SLOWLY])
 def test_a_parallel_forward_says_what_the_target_says_and_no_group_sees_past_its_candidate(
     tmp_path: Path, family: str
 ) -> None:
