@@ -1,6 +1,7 @@
 """Two forms of the suite: the default one runs everything but the tests marked `slow`; `--slow` runs only those."""
 
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,9 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import pytest
 
 from tests.tiny import tiny_model_folder
+
+# A shell that is not interactive starts what it puts behind `&` deaf to Ctrl-C, which some tests send
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,5 +1,6 @@
 """FlexDraft in the decoders: outputs are plain decoding's whatever it drafts, and it drafts what its masks say."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ GREEDY: dict[str, Any] = {"draft_temperature": 0.0, "verifier": "match"}
 PROMPTS = [[3, 9, 27, 81, 243], [5] * 11, [7, 8, 9]]
 
 
-def make(folder: Path, family: str = "llama") -> tuple[Target, FlexDraft]:
+def trained(folder: Path, family: str) -> tuple[Target, FlexDraft]:
     """A drafter that has half learned by heart what the target says to the first prompt: some drafts are right."""
     target = load_target(TargetConfig(path=str(tiny_model_folder(folder / family, family))))
     target.eos_ids = frozenset()
@@ -53,9 +54,25 @@ def settings(decoder: str, **changes: Any) -> Settings:
     return replace(settings_of(decoder, e), **changes)
 
 
+Make = Callable[..., tuple[Target, FlexDraft]]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """make(family) -> (target, drafter); one of each a module."""
+    made: dict[str, tuple[Target, FlexDraft]] = {}
+
+    def of(family: str = "llama") -> tuple[Target, FlexDraft]:
+        if family not in made:
+            made[family] = trained(tmp_path_factory.mktemp(family), family)
+        return made[family]
+
+    return of
+
+
 @pytest.mark.parametrize("family", ["llama", *SLOWLY])
-def test_greedy_outputs_are_plain_decodings(tmp_path: Path, family: str) -> None:
-    target, drafter = make(tmp_path, family)
+def test_greedy_outputs_are_plain_decodings(make: Make, family: str) -> None:
+    target, drafter = make(family)
     plain = decode(target, None, PROMPTS, settings("ar"))
     kinds = [settings(name, gates=(0.01, 0.0, 0.0)) for name in ("chain", "prune", "graft", "flex")]
     for kind in [*kinds, settings("flex", parallel=True)]:
@@ -65,9 +82,9 @@ def test_greedy_outputs_are_plain_decodings(tmp_path: Path, family: str) -> None
 
 
 @pytest.mark.parametrize(("decoder", "parallel"), [("chain", False), ("flex", False), ("flex", True)])
-def test_sampled_outputs_are_plain_decodings_draws(tmp_path: Path, decoder: str, parallel: bool) -> None:
+def test_sampled_outputs_are_plain_decodings_draws(make: Make, decoder: str, parallel: bool) -> None:
     """Sample-and-match: the target's draws are those of (seed, row, position), so that the texts are the same."""
-    target, drafter = make(tmp_path)
+    target, drafter = make()
     plain = decode(target, None, PROMPTS, settings("ar", temperature=1.0))
     flex = decode(target, drafter, PROMPTS, settings(decoder, temperature=1.0, parallel=parallel, **GREEDY))
     assert [row.tokens for row in flex.rows] == [row.tokens for row in plain.rows]
@@ -75,9 +92,9 @@ def test_sampled_outputs_are_plain_decodings_draws(tmp_path: Path, decoder: str,
 
 @pytest.mark.parametrize("family", ["llama", *WINDOWED])
 @pytest.mark.parametrize("fixed", [False, True])
-def test_parallel_drafts_what_sequential_drafts(tmp_path: Path, family: str, fixed: bool) -> None:
+def test_parallel_drafts_what_sequential_drafts(make: Make, family: str, fixed: bool) -> None:
     """In ragged batches, where prompts take the places of others that ended, with shapes fixed or not."""
-    target, drafter = make(tmp_path, family)
+    target, drafter = make(family)
     both = [settings("flex", parallel=parallel, gates=(0.001,)) for parallel in (False, True)]
     found = [
         decode(target, drafter, PROMPTS * 2, kind, row_ids=[*range(6)], slots=2, engines=Engines(fixed))
@@ -91,9 +108,9 @@ def test_parallel_drafts_what_sequential_drafts(tmp_path: Path, family: str, fix
 
 @pytest.mark.parametrize("family", ["llama", *SLOWLY])
 def test_a_parallel_forward_says_what_the_target_says_and_no_group_sees_past_its_candidate(
-    tmp_path: Path, family: str
+    make: Make, family: str
 ) -> None:
-    target, drafter = make(tmp_path, family)
+    target, drafter = make(family)
     prompt, candidates = torch.tensor([[3, 9, 27, 81], [5, 5, 9, 2]]), torch.tensor([[7, 8, 9], [11, 12, 13]])
     lengths = [4, 3]
 
@@ -116,17 +133,17 @@ def test_a_parallel_forward_says_what_the_target_says_and_no_group_sees_past_its
         assert (moved[:changed] < 1e-5).all() and (moved[changed:] > 1e-3).all()
 
 
-def test_a_ragged_batch_accepts_what_each_row_alone_would(tmp_path: Path) -> None:
-    target, drafter = make(tmp_path)
+def test_a_ragged_batch_accepts_what_each_row_alone_would(make: Make) -> None:
+    target, drafter = make()
     together = decode(target, drafter, PROMPTS, settings("chain"), row_ids=[0, 1, 2])
     for row, prompt in enumerate(PROMPTS):
         alone = decode(target, drafter, [prompt], settings("chain"), row_ids=[row])
         assert alone.rows[0].accepted_per_round == together.rows[row].accepted_per_round
 
 
-def test_what_it_accepts_is_what_its_masks_say_behind_the_accepted_text(tmp_path: Path) -> None:
+def test_what_it_accepts_is_what_its_masks_say_behind_the_accepted_text(make: Make) -> None:
     """Tau is recomputed from the finished text: at each round one group behind the tokens before the root."""
-    target, drafter = make(tmp_path)
+    target, drafter = make()
     row = decode(target, drafter, PROMPTS[:1], settings("chain")).rows[0]
     text, place = PROMPTS[0] + row.tokens, len(PROMPTS[0])
     assert row.accepted > 0
@@ -141,8 +158,8 @@ def test_what_it_accepts_is_what_its_masks_say_behind_the_accepted_text(tmp_path
         place += accepted + 1
 
 
-def test_the_layout_gives_back_the_same_drafter(tmp_path: Path) -> None:
-    target, drafter = make(tmp_path, "qwen3")
+def test_the_layout_gives_back_the_same_drafter(make: Make, tmp_path: Path) -> None:
+    target, drafter = make("qwen3")
     save_flexdraft(drafter, tmp_path / "out", {"fingerprint": target.fingerprint})
     again = load_flexdraft(tmp_path / "out", target)
     assert again.config == drafter.config
@@ -159,8 +176,10 @@ def test_the_layout_gives_back_the_same_drafter(tmp_path: Path) -> None:
         ({"hidden_size": 64}, "its hidden_size is 64, the target's 32"),
     ],
 )
-def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path, change: dict[str, int], words: str) -> None:
-    target, drafter = make(tmp_path)
+def test_a_folder_that_does_not_fit_is_refused_by_name(
+    make: Make, tmp_path: Path, change: dict[str, int], words: str
+) -> None:
+    target, drafter = make()
     save_flexdraft(drafter, tmp_path / "out", {"fingerprint": target.fingerprint})
     path = tmp_path / "out" / "config.json"
     config = read_json(path, "x")
@@ -170,15 +189,15 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(tmp_path: Path, change: d
         check_flexdraft(tmp_path / "out", target)
 
 
-def test_another_targets_drafter_is_refused(tmp_path: Path) -> None:
-    target, drafter = make(tmp_path)
+def test_another_targets_drafter_is_refused(make: Make, tmp_path: Path) -> None:
+    target, drafter = make()
     save_flexdraft(drafter, tmp_path / "out", {"fingerprint": "other"})
     with pytest.raises(UserError, match="was trained for another target"):
         check_flexdraft(tmp_path / "out", target)
 
 
-def test_decoders_that_it_cannot_serve_are_left_out_and_refused_by_name(tmp_path: Path) -> None:
-    target, drafter = make(tmp_path)
+def test_decoders_that_it_cannot_serve_are_left_out_and_refused_by_name(make: Make) -> None:
+    target, drafter = make()
     recipe = Recipe(eval=EvalConfig(decoders=["ar", "chain", "eagle", "graft", "lookup", "flex"]))
     mine = fitted(recipe, drafter).eval
     assert mine.decoders == ["ar", "chain", "flex", "graft", "lookup"] and mine.chain_length == SIZE - 1
