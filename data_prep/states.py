@@ -29,7 +29,7 @@ from data_prep.state_store import Layout, Stored, free_bytes, refuse_full, store
 from data_prep.teacher import read_features
 from models.attention import Documents
 from models.source import Source
-from models.target import Target, check_taps, choose_device, choose_dtype, load_target
+from models.target import Target, check_taps, choose_device, choose_dtype, load_target, local_device
 from recipes.cli import entry
 from recipes.schema import Recipe, UserError
 
@@ -177,21 +177,13 @@ def main(recipe: Recipe) -> None:
     rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     if not 0 <= rank < ranks:
         raise UserError(f"RANK={rank} and WORLD_SIZE={ranks} name no process: RANK counts from 0 to WORLD_SIZE - 1")
-    device = _device(recipe)
+    device = local_device(recipe.device)
     bf16 = training_dtype(recipe, device) == torch.bfloat16
     dtype = forward_dtype(recipe, device, bf16)
     # several processes would each prepare the data
     prepared = prepare(recipe, lambda d: load_target(recipe.target, device, d), source, writes=ranks == 1)
     layout = layout_of(recipe, source, prepared, dtype)
     write(layout, layout.missing(), lambda: load_target(recipe.target, device, dtype), rank, ranks)
-
-
-def _device(recipe: Recipe) -> torch.device:
-    device = choose_device(recipe.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    return device
 
 
 if __name__ == "__main__":

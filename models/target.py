@@ -4,6 +4,7 @@ Layer numbering: `h[0]` is the embedding output, `h[L]` the residual stream afte
 layers, before the final norm. B batch, T positions, S key slots, H hidden, V vocabulary, C = len(taps) * H.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -356,6 +357,15 @@ def choose_device(name: str = "auto") -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda, but torch sees no GPU here. Use device=cpu or leave it at auto.")
     return torch.device(name)
+
+
+def local_device(name: str) -> torch.device:
+    """The GPU that accelerate will give this process, known before accelerate is asked."""
+    device = choose_device(name)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    return device
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

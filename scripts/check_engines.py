@@ -29,6 +29,7 @@ from models.kinds import look
 from models.layouts import load_drafter
 from models.taps import engine_taps
 from models.target import load_target
+from recipes.cli import told
 from recipes.files import make_folder, write_json, write_text
 from recipes.loading import load
 from recipes.schema import UserError
@@ -215,8 +216,4 @@ def table(rows, mine, theirs):
 
 
 if __name__ == "__main__":
-    try:
-        run(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    told(lambda: run(sys.argv[1], Path(sys.argv[2]), sys.argv[3:]))

@@ -32,9 +32,9 @@ from models.layouts import Verifier, load_drafter, save_drafter
 from models.taps import engine_taps
 from models.target import load_target
 from models.vocab import VocabMap
+from recipes.cli import told
 from recipes.files import make_folder, read_json, write_json, write_text
 from recipes.loading import load
-from recipes.schema import UserError
 from train.losses import Loss, judge
 
 PEERS = {"speculators": "kl", "specforge": "soft_ce"}  # and their losses, as ours are called
@@ -203,8 +203,4 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    told(lambda: main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:]))

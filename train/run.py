@@ -33,7 +33,7 @@ from eval.drafters import Drafter
 from models.card import measured, public, sources, target_licence, write_card
 from models.sharded import led, load_sharded
 from models.source import Source, load_tokenizer
-from models.target import Target, choose_device, choose_dtype, load_target
+from models.target import Target, choose_dtype, load_target, local_device
 from recipes.files import (
     check_writable,
     locked,
@@ -116,7 +116,7 @@ def main(recipe: Recipe, family: Family) -> None:
 
 def train(recipe: Recipe, family: Family, folder: Path, source: Source, prompts: list[Prompt]) -> None:
     torch.manual_seed(recipe.seed)
-    device = local_device(recipe)
+    device = local_device(recipe.device)
     dtype = choose_dtype(recipe.target.dtype, device)
     accelerator = make_accelerator(device, recipe.train.clip)
     main = accelerator.is_main_process
@@ -160,15 +160,6 @@ def alone(folder: Path) -> AbstractContextManager[None]:
 
 def rank() -> int:
     return int(os.environ.get("RANK", "0"))
-
-
-def local_device(recipe: Recipe) -> torch.device:
-    """The GPU that accelerate will give this process, known before accelerate is asked."""
-    device = choose_device(recipe.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    return device
 
 
 def load(recipe: Recipe, accelerator: Accelerator, device: torch.device, dtype: torch.dtype) -> Target:

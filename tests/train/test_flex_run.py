@@ -12,11 +12,10 @@ import torch
 from models.flex_layout import check_flexdraft, load_flexdraft
 from models.target import Target
 from recipes.files import read_json, write_json
-from recipes.loading import load
-from recipes.schema import Recipe, UserError
+from recipes.schema import UserError
 from tests.train import tiny_run
 from tests.train.reading import curve
-from tests.train.test_eagle import prompts
+from tests.train.test_eagle import prompts, recipe
 from tests.train.test_flexdraft import objective
 from train import calibrator, flexdraft
 from train.backend import make_accelerator
@@ -46,10 +45,6 @@ eval: {{prompts: {prompts(folder / "report.jsonl", 2, 11)}, max_new_tokens: 12, 
 """
     )
     return [f"recipe={recipe}"]
-
-
-def recipe(arguments: list[str], run_dir: Path, *more: str) -> Recipe:
-    return load([*arguments, f"run_dir={run_dir}", *more])
 
 
 @pytest.fixture(scope="module")
