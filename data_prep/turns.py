@@ -20,7 +20,8 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from data_prep.template import REASONING, Message, render_all
 
 EDGE = "\x00EspalierEdge\x00"  # written behind each turn, and taken out again
-TURN_EDGE, LOOP_END = "espalier_turn_edge", "espalier_loop_end"  # what the watched template calls
+# what the watched template calls
+TURN_BEGIN, TURN_EDGE, LOOP_END = "espalier_turn_begin", "espalier_turn_edge", "espalier_loop_end"
 ELSEWHERE = (nodes.Block, nodes.Extends, nodes.Include, nodes.Import, nodes.FromImport)
 
 
@@ -129,7 +130,11 @@ class Turns:
 
 def _write(template: Template, messages: Sequence[Message], options: dict[str, Any]) -> tuple[Any, ...]:
     """(first turn of the loop, what was written through each of its turns, and behind them); (-1,) if unsure."""
-    sight, reached, ended = Sight(), list[int](), list[int]()
+    sight, begun, reached, ended = Sight(), list[int](), list[int](), list[int]()
+
+    def begin() -> str:
+        begun.append(sight.furthest)
+        return ""
 
     def edge() -> str:
         reached.append(sight.furthest)
@@ -139,18 +144,21 @@ def _write(template: Template, messages: Sequence[Message], options: dict[str, A
         ended.append(sight.looks)
         return ""
 
-    text = template.render(**{**options, "messages": Turns(messages, sight), TURN_EDGE: edge, LOOP_END: end})
+    calls = {TURN_BEGIN: begin, TURN_EDGE: edge, LOOP_END: end}
+    text = template.render(**{**options, "messages": Turns(messages, sight), **calls})
     pieces = text.split(EDGE)
     first = len(messages) - len(reached)
-    # each turn was written before the next was looked at, and no turn was looked at behind the last
-    if reached != list(range(first, len(messages))) or ended != [sight.looks] or len(pieces) != len(reached) + 1:
+    # each turn was written before the next was looked at, none was left by a `continue` before its edge, and none was
+    # looked at behind the last
+    whole = len(begun) == len(reached) == len(pieces) - 1
+    if not whole or reached != list(range(first, len(messages))) or ended != [sight.looks]:
         return (-1,)
     return (first, *pieces)
 
 
 @lru_cache(maxsize=4)
 def _watched(source: str) -> Template | None:
-    """The template with a call behind each turn of its last loop and one behind the loop.
+    """The template with a call before and one behind each turn of its last loop, and one behind the loop.
 
     None where there is no such loop, or where what stands behind it may depend on what the loop has seen.
     """
@@ -171,6 +179,7 @@ def _watched(source: str) -> Template | None:
     while at and _is_fixed(loop.body[at - 1], written):
         at -= 1
     loop.body.insert(at, _call(TURN_EDGE))
+    loop.body.insert(0, _call(TURN_BEGIN))
     tree.body.insert(places[-1] + 1, _call(LOOP_END))
     tree.set_environment(environment)
     return Template.from_code(environment, environment.compile(tree), environment.make_globals(None))

@@ -131,6 +131,14 @@ def test_whatever_the_template_does_what_is_found_is_what_a_server_saw(tokenizer
     prove(tokenizer, 300)
 
 
+def test_a_turn_that_the_loop_leaves_early_is_not_taken_for_the_one_that_was_looked_at_before(tokenizer: Any) -> None:
+    loop = "{% for m in (messages if messages[1:] else []) %}{{ m.content.split('b')[-1] }}"
+    leaves = "{% if m.content == 'b' %}{% continue %}{% endif %}{% if not loop.last %}{{ '<next>' }}{% endif %}"
+    tokenizer.chat_template = loop + leaves + "{% endfor %}"
+    talk = [("system", "s"), ("user", "b"), ("assistant", "bb"), ("user", "a"), ("assistant", "aa")]
+    compare(tokenizer, [{"role": role, "content": content} for role, content in talk], {})
+
+
 @pytest.mark.slow
 def test_ten_thousand_templates(tokenizer: Any) -> None:
     prove(tokenizer, 10_000)
