@@ -26,7 +26,7 @@ from models.layouts import Verifier, check_drafter, find_drafter, read_drafter, 
 from models.source import Source, resolve
 from models.weights import target_table
 from recipes.cli import told
-from recipes.files import check_writable, read_json, whole_folder
+from recipes.files import check_writable, read_json, user_path, whole_folder
 from recipes.schema import TargetConfig, UserError, did_you_mean
 
 
@@ -57,8 +57,9 @@ def parse(argv: list[str]) -> Request:
         raise UserError(f"give {' '.join(missing)} (layout: one of {', '.join(LAYOUTS)})")
     if request.layout not in LAYOUTS:
         raise UserError(f"layout={request.layout} is not one of {', '.join(LAYOUTS)}")
-    if request.serving_length and not (request.serving_length.isdigit() and int(request.serving_length) > 0):
-        raise UserError(f"serving_length={request.serving_length!r} must be a whole number above 0")
+    length = request.serving_length
+    if length and not (length.isascii() and length.isdigit() and len(length) < 10 and int(length) > 0):
+        raise UserError(f"serving_length={length[:20]!r} must be a whole number above 0")
     if request.dry_run not in ("true", "false"):
         raise UserError(f"dry_run={request.dry_run} must be true or false")
     return request
@@ -66,7 +67,10 @@ def parse(argv: list[str]) -> Request:
 
 def run(request: Request) -> None:
     folder = find_drafter(request.drafter)
-    out = Path(request.out).expanduser().resolve()
+    try:
+        out = user_path(request.out).resolve()
+    except RuntimeError as error:
+        raise UserError(f"out={request.out} goes through a loop of links: give another folder") from error
     refuse_out(out, folder)
     papers = read_provenance(folder)
     stored = check_drafter(folder, None, quiet=True)
