@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from models.serving import DRAFTS, sglang_command, vllm_command
 from models.source import on_the_hub
 from recipes.files import read_json, write_json, write_text
-from recipes.schema import Recipe, TargetConfig
+from recipes.schema import Recipe, TargetConfig, UserError
 
 FOLDER = "path/to/this/folder"
 FLEX = "flexdraft_config"  # in the config of one
@@ -28,7 +28,12 @@ def write_card(folder: Path, more: dict[str, Any] | None = None) -> None:
     papers = {**read_json(folder / "provenance.json", "drafter"), **(more or {})}
     if more:
         write_json(folder / "provenance.json", papers)
-    write_text(folder / "README.md", card(papers, read_json(folder / "config.json", "drafter")))
+    try:
+        page = card(papers, read_json(folder / "config.json", "drafter"))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # of papers that nobody could have written here
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"drafter={folder}: provenance.json is damaged, no card can be made of it ({why})") from error
+    write_text(folder / "README.md", page)
 
 
 def card(papers: dict[str, Any], config: dict[str, Any]) -> str:

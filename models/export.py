@@ -20,7 +20,7 @@ from torch import Tensor
 
 from models.card import target_licence, write_card
 from models.eagle3 import Eagle3Config
-from models.imports import Stored
+from models.imports import MOST, Stored
 from models.layout_tables import LAYOUTS, SPECULATORS, why_not
 from models.layouts import Verifier, check_drafter, find_drafter, read_drafter, read_provenance, save_drafter
 from models.source import Source, resolve
@@ -28,6 +28,8 @@ from models.weights import target_table
 from recipes.cli import told
 from recipes.files import check_writable, read_json, user_path, whole_folder
 from recipes.schema import TargetConfig, UserError, did_you_mean
+
+WRITTEN = ("README.md", "config.json", "model.safetensors", "provenance.json")  # what an export consists of
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def run(request: Request) -> None:
     source = find_target(request, stored, papers)
     fingerprint = source.fingerprint if source else papers.get("fingerprint")
     layers = source.n_layers if source else papers.get("target_layers")
-    if not fingerprint or not isinstance(layers, int):
+    if not fingerprint or type(layers) is not int or not 0 < layers <= MOST:
         raise UserError(f"drafter={folder} does not say which target it is for: give target=")
     check_drafter(folder, source, quiet=True)
     config = stored.config(layers)
@@ -106,8 +108,11 @@ def refuse_out(out: Path, drafter: Path) -> None:
     """An export takes the place of what is there: of another export alone."""
     if out == drafter.resolve():
         raise UserError(f"out={out} is the drafter itself: give another folder")
-    if out.is_dir() and any(out.iterdir()) and "exported" not in read_provenance(out):
+    there = sorted(p.name for p in out.iterdir()) if out.is_dir() else []
+    if there and "exported" not in read_provenance(out):
         raise UserError(f"out={out} holds something that is no export, which would be lost: give another folder")
+    if others := [name for name in there if name not in WRITTEN]:
+        raise UserError(f"out={out} holds {', '.join(others[:4])} beside an export, which would be lost: move it away")
     check_writable(out)
 
 

@@ -253,3 +253,34 @@ def test_an_index_of_odd_values_is_told(target: Target, tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"fc.weight": ["x"]}}')
     assert "names no files of this folder" in refusal(folder, "vllm", tmp_path / "out")
+
+
+def test_what_lies_beside_an_export_is_not_lost(target: Target, tmp_path: Path) -> None:
+    folder = made(target, tmp_path / "d")
+    export(folder, "vllm", tmp_path / "out")
+    (tmp_path / "out" / "tuned.json").write_text("{}")
+    with pytest.raises(UserError, match=r"holds tuned\.json beside an export"):
+        export(folder, "sglang", tmp_path / "out")
+    assert (tmp_path / "out" / "tuned.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("papers", "words"),
+    [
+        ({"measured": [{"decoder": "x"}]}, "no card can be made of it"),
+        ({"sources": [3]}, "no card can be made of it"),
+        ({"target_layers": True}, "give target="),
+        ({"target_layers": 10**12}, "give target="),
+    ],
+)
+def test_papers_of_the_wrong_kind_are_told(target: Target, tmp_path: Path, papers: dict[str, Any], words: str) -> None:
+    folder = made(target, tmp_path / "d")
+    whole = json.loads((folder / "provenance.json").read_text())
+    (folder / "provenance.json").write_text(json.dumps(whole | papers))
+    assert words in refusal(folder, "vllm", tmp_path / "out")
+
+
+def test_layer_types_that_are_no_list_are_told(target: Target, tmp_path: Path) -> None:
+    folder = made(target, tmp_path / "d")
+    edit(folder, config={"layer_types": 5})
+    assert "layer_types=5" in refusal(folder, "vllm", tmp_path / "out")
