@@ -8,8 +8,9 @@ thirty-two.
 
 from typing import Any
 
+from models.card import FEWEST
+
 Table = dict[str, Any]
-FEWEST = 6  # timings that a verdict rests on
 
 
 def named(tables: list[Table], decoder: str) -> Table | None:

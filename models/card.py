@@ -12,13 +12,14 @@ from omegaconf import OmegaConf
 from models.serving import DRAFTS, sglang_command, vllm_command
 from models.source import on_the_hub
 from recipes.files import read_json, write_json, write_text
-from recipes.schema import Recipe, TargetConfig
+from recipes.schema import Recipe, TargetConfig, UserError
 
 FOLDER = "path/to/this/folder"
 FLEX = "flexdraft_config"  # in the config of one
 WRITTEN = ("target", "data", "eagle", "flex", "train")  # parts of the recipe that a card shows
 PRIVATE = {"server", "cache", "keep_features_mb", "tracker", "log_every", "save_every", "keep"}  # of this machine
 UNKNOWN = "not known here"
+FEWEST = 6  # timings that a verdict rests on
 TAPS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -27,7 +28,12 @@ def write_card(folder: Path, more: dict[str, Any] | None = None) -> None:
     papers = {**read_json(folder / "provenance.json", "drafter"), **(more or {})}
     if more:
         write_json(folder / "provenance.json", papers)
-    write_text(folder / "README.md", card(papers, read_json(folder / "config.json", "drafter")))
+    try:
+        page = card(papers, read_json(folder / "config.json", "drafter"))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # of papers that nobody could have written here
+        why = f"{type(error).__name__}: {error}"
+        raise UserError(f"drafter={folder}: provenance.json is damaged, no card can be made of it ({why})") from error
+    write_text(folder / "README.md", page)
 
 
 def card(papers: dict[str, Any], config: dict[str, Any]) -> str:
@@ -93,9 +99,12 @@ def worth(papers: dict[str, Any]) -> str:
 
 def verdict(rows: list[dict[str, Any]]) -> str:
     """Whether chains, which engines serve, are shown to be faster than plain decoding; '' where none was timed."""
-    spans = [row["speedup_ci95"] for row in rows if row["settings"]["decoder"] == "chain" and row["speedup_ci95"]]
-    if not spans:
+    timed = [row for row in rows if row["settings"]["decoder"] == "chain" and row["speedup"]]
+    if not timed:
         return ""
+    spans = [r["speedup_ci95"] for r in timed if r["speedup_ci95"] and (r.get("clocks") or r["prompts"]) >= FEWEST]
+    if not spans:
+        return "So few timings do not show whether chains of drafts are faster there than plain decoding."
     if max(span[0] for span in spans) > 1:
         return "Chains of drafts are faster there than plain decoding: the whole interval lies above 1."
     return "Chains of drafts are not shown to be faster there than plain decoding: the interval holds 1 or lies below."
@@ -117,7 +126,16 @@ def measured_cells(row: dict[str, Any]) -> list[str]:
 def measured(result: dict[str, Any], prompt_set: str) -> dict[str, Any]:
     """Of one results.json, what a card and provenance.json keep: figures with their conditions."""
     overall = result["overall"]
-    figures = ("tau", "tau_ci95", "tokens_per_s", "baseline_tokens_per_s", "speedup", "speedup_ci95", "prompts")
+    figures = (
+        "tau",
+        "tau_ci95",
+        "tokens_per_s",
+        "baseline_tokens_per_s",
+        "speedup",
+        "speedup_ci95",
+        "prompts",
+        "clocks",
+    )
     return {
         "decoder": result["decoder"],
         "shape": result["shape"],
@@ -171,13 +189,17 @@ def best_chain(rows: list[dict[str, Any]]) -> int:
 def licences(papers: dict[str, Any]) -> str:
     target = papers.get("target") or {}
     name, licence = public_name(target_path(papers)) or "not named", target.get("licence") or UNKNOWN
-    terms = (
-        "The drafter started from its weights and was trained on its outputs, so its terms apply to the drafter too."
-        if "versions" in papers
-        else f"The terms of the drafter itself, which another tool trained, and of its data are {UNKNOWN}."
-    )
+    start = str(papers.get("init_from") or "")
+    if "versions" not in papers:
+        terms = f"The terms of the drafter itself, which another tool trained, and of its data are {UNKNOWN}."
+    elif start:
+        terms = "The drafter was trained on its outputs, so its terms apply to the drafter too."
+    else:
+        terms = "The drafter started from its weights and was trained on its outputs, so its terms apply to it too."
+    stated = f"see https://huggingface.co/{start}" if on_the_hub(start) else UNKNOWN
     lines = [
         f"- Target, {name}: {licence}. {terms}",
+        *([f"- The drafter that training started from, `{public_name(start)}`: {stated}."] if start else []),
         *(f"- Data, `{source['name']}`: {source['licence']}" for source in papers.get("sources") or []),
     ]
     return "\n".join(lines)

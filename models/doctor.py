@@ -23,6 +23,7 @@ from models.serving import sglang_command, vllm_command
 from models.simulate import Simulated, simulate
 from models.source import resolve
 from models.taps import engine_taps
+from recipes.files import user_path
 from recipes.schema import TargetConfig, UserError
 
 
@@ -207,7 +208,7 @@ def arguments(argv: list[str]) -> tuple[Path, TargetConfig | None, tuple[str, ..
     engines = {"vllm": ("vLLM",), "sglang": ("SGLang",), "": BOTH}.get(named.get("engine", ""))
     if engines is None:
         raise UserError(f"engine={named['engine']} is neither vllm nor sglang")
-    folder = Path(folders[0]).expanduser()
+    folder = user_path(folders[0])
     if not folder.exists() and not folder.is_symlink():
         raise UserError(f"there is no folder {folder}")
     target = named.get("target", "")

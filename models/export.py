@@ -20,14 +20,16 @@ from torch import Tensor
 
 from models.card import target_licence, write_card
 from models.eagle3 import Eagle3Config
-from models.imports import Stored
+from models.imports import MOST, Stored
 from models.layout_tables import LAYOUTS, SPECULATORS, why_not
 from models.layouts import Verifier, check_drafter, find_drafter, read_drafter, read_provenance, save_drafter
 from models.source import Source, resolve
 from models.weights import target_table
 from recipes.cli import told
-from recipes.files import check_writable, read_json, whole_folder
+from recipes.files import check_writable, read_json, user_path, whole_folder
 from recipes.schema import TargetConfig, UserError, did_you_mean
+
+WRITTEN = ("README.md", "config.json", "model.safetensors", "provenance.json")  # what an export consists of
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,9 @@ def parse(argv: list[str]) -> Request:
         raise UserError(f"give {' '.join(missing)} (layout: one of {', '.join(LAYOUTS)})")
     if request.layout not in LAYOUTS:
         raise UserError(f"layout={request.layout} is not one of {', '.join(LAYOUTS)}")
-    if request.serving_length and not (request.serving_length.isdigit() and int(request.serving_length) > 0):
-        raise UserError(f"serving_length={request.serving_length!r} must be a whole number above 0")
+    length = request.serving_length
+    if length and not (length.isascii() and length.isdigit() and len(length) < 10 and int(length) > 0):
+        raise UserError(f"serving_length={length[:20]!r} must be a whole number above 0")
     if request.dry_run not in ("true", "false"):
         raise UserError(f"dry_run={request.dry_run} must be true or false")
     return request
@@ -66,14 +69,17 @@ def parse(argv: list[str]) -> Request:
 
 def run(request: Request) -> None:
     folder = find_drafter(request.drafter)
-    out = Path(request.out).expanduser().resolve()
+    try:
+        out = user_path(request.out).resolve()
+    except RuntimeError as error:
+        raise UserError(f"out={request.out} goes through a loop of links: give another folder") from error
     refuse_out(out, folder)
     papers = read_provenance(folder)
     stored = check_drafter(folder, None, quiet=True)
     source = find_target(request, stored, papers)
     fingerprint = source.fingerprint if source else papers.get("fingerprint")
     layers = source.n_layers if source else papers.get("target_layers")
-    if not fingerprint or not isinstance(layers, int):
+    if not fingerprint or type(layers) is not int or not 0 < layers <= MOST:
         raise UserError(f"drafter={folder} does not say which target it is for: give target=")
     check_drafter(folder, source, quiet=True)
     config = stored.config(layers)
@@ -102,8 +108,11 @@ def refuse_out(out: Path, drafter: Path) -> None:
     """An export takes the place of what is there: of another export alone."""
     if out == drafter.resolve():
         raise UserError(f"out={out} is the drafter itself: give another folder")
-    if out.is_dir() and any(out.iterdir()) and "exported" not in read_provenance(out):
+    there = sorted(p.name for p in out.iterdir()) if out.is_dir() else []
+    if there and "exported" not in read_provenance(out):
         raise UserError(f"out={out} holds something that is no export, which would be lost: give another folder")
+    if others := [name for name in there if name not in WRITTEN]:
+        raise UserError(f"out={out} holds {', '.join(others[:4])} beside an export, which would be lost: move it away")
     check_writable(out)
 
 

@@ -17,6 +17,7 @@ from models.taps import tap_findings, target_layers, whole_numbers
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "mask_hidden")
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 SHORT = 4096  # positions; below them a drafter is too short for most serving
 
 
@@ -102,8 +103,12 @@ def _speculators(facts: Facts, draft: Draft) -> Iterator[Finding]:
     kind, inner = facts.config["speculators_model_type"], facts.config.get("speculators_config")
     if kind not in known:
         yield Finding(True, VLLM, f"speculators_model_type={kind!r} is none of {', '.join(known)}", stops=VLLM)
-    if not isinstance(facts.config.get("transformer_layer_config"), dict):
+    block = facts.config.get("transformer_layer_config")
+    if not isinstance(block, dict):
         yield Finding(True, VLLM, "transformer_layer_config is missing", "it holds the block's sizes", VLLM)
+    elif kind in ("eagle3", "peagle") and block.get("model_type") not in ("llama", "qwen3"):
+        what = f"the block's model_type is {block.get('model_type')!r}: vLLM builds llama and qwen3 blocks only"
+        yield Finding(True, VLLM, what, "write the type of the block that was trained", VLLM)
     try:
         assert isinstance(inner, dict)
         complete = bool(inner["proposal_methods"][0]["speculative_tokens"] and inner["verifier"]["name_or_path"])
@@ -172,6 +177,11 @@ def names(facts: Facts, draft: Draft) -> Iterator[Finding]:
         yield Finding(True, BOTH, what, _cure_unknown(unknown), VLLM)
     if draft.eagle3 and "lm_head.weight" not in draft.tensors:
         yield from _no_head(facts, draft)
+    if draft.eagle3 and "embed_tokens.weight" not in draft.tensors and draft.target_hidden != draft.hidden:
+        what = (
+            f"embed_tokens.weight is missing, and the target's is {draft.target_hidden} wide where {draft.hidden} fit"
+        )
+        yield Finding(True, BOTH, what, "write the drafter's own embedding")
 
 
 def _cure_unknown(unknown: list[str]) -> str:
@@ -261,6 +271,9 @@ def _offsets(d2t: list[int], marked: list[int] | None, whole: int) -> Iterator[F
     ids = [i + offset for i, offset in enumerate(d2t)]
     ascending = all(a < b for a, b in pairwise(ids))
     if ascending and ids and ids[0] >= 0 and ids[-1] < whole and (marked is None or marked == ids):
+        if not any(d2t):  # a buffer that nobody filled looks the same
+            what = f"d2t is all zeros: draft id i is target id i, so only the first {len(ids)} tokens can be said"
+            yield Finding(False, BOTH, what, "make sure that it was trained so")
         return
     absolute = all(a < b for a, b in pairwise(d2t)) and d2t and d2t[0] >= 0 and d2t[-1] < whole
     if absolute and (marked is None or marked == d2t or ids[-1] >= whole):
@@ -283,6 +296,9 @@ def flags(facts: Facts, draft: Draft) -> Iterator[Finding]:
     eps = config.get("rms_norm_eps", 0.0)
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < 1:
         yield Finding(True, BOTH, f"rms_norm_eps={eps!r} is no small number", "write the one of training", BOTH)
+    if config.get("hidden_act", "silu") != "silu":
+        what = f"hidden_act is {config['hidden_act']!r}: the engines' MLP knows silu alone"
+        yield Finding(True, BOTH, what, "write the one of training; another than silu can't be served", BOTH)
     if config.get("tie_word_embeddings") is True:
         what = "tie_word_embeddings is true: SGLang drafts with the embedding table as its head"
         yield Finding(True, SGLANG, what, 'write "tie_word_embeddings": false')
@@ -343,11 +359,13 @@ def against_target(facts: Facts, draft: Draft) -> Iterator[Finding]:
         what = f"made for a vocabulary of {draft.number('vocab_size')}, this target has {target.vocab_size}"
         yield Finding(True, BOTH, what, "serve it with its own target", BOTH)
     own, theirs = rope_of(draft.config), rope_of(target.config.to_dict())
-    if any(own.get(k) != theirs.get(k) for k in ("rope_theta", "rope_type")):
+    scales = [(own[k], theirs[k]) for k in SCALING if None not in (own.get(k), theirs.get(k))]
+    if any(own.get(k) != theirs.get(k) for k in ("rope_theta", "rope_type")) or any(a != b for a, b in scales):
         what = f"RoPE {_rope(own)} where the target has {_rope(theirs)}"
         ours = stated is not None  # Espalier trains with the target's own
         yield Finding(ours, BOTH, what, "write the RoPE that it was trained with: nearly always the target's")
 
 
 def _rope(rope: dict[str, object]) -> str:
-    return f"{rope.get('rope_type')}, theta {rope.get('rope_theta')}"
+    more = [f"{key} {rope[key]}" for key in SCALING if rope.get(key) is not None]
+    return ", ".join([str(rope.get("rope_type")), f"theta {rope.get('rope_theta')}", *more])

@@ -88,6 +88,8 @@ def read_stored(folder: Path, target_sizes: tuple[int, int] | None = None) -> St
     placeholder = Eagle3Config(**fields, taps=tuple(range(width)), target_layers=width)
     names = _match(headers, placeholder, refuse)
     kinds = raw.get("layer_types") or merged.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise refuse(f"config.json says layer_types={kinds!r}, which must be a list")
     window = merged.get("sliding_window") if "sliding_attention" in kinds else None
     dtype = headers[names["fc.weight"]][1]
     assert isinstance(dtype, torch.dtype), "`_match` has looked"

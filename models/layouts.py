@@ -20,7 +20,7 @@ from models.source import Source, download, on_the_hub
 from models.target import Target
 from models.vocab import VocabMap
 from models.weights import not_exported, read_tensors, weight_files
-from recipes.files import read_json, whole_folder, write_json
+from recipes.files import read_json, user_path, whole_folder, write_json
 from recipes.schema import UserError
 
 SPECFORGE_NORM = (
@@ -84,7 +84,7 @@ def save_drafter(
 def find_drafter(name: str, what: str = "drafter") -> Path:
     """The folder, or the hub's snapshot where there is no such folder; pickled weights only if it has no others."""
     if not on_the_hub(name):
-        folder = Path(name).expanduser()
+        folder = user_path(name)
         if not folder.is_dir():
             raise UserError(f"{what}={name}: no such folder, nor a hub id (OWNER/NAME)")
         return folder

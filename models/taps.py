@@ -13,7 +13,7 @@ KEY = "eagle_aux_hidden_state_layer_ids"
 
 def target_layers(facts: Facts) -> int | None:
     stated = facts.target.n_layers if facts.target else facts.provenance.get("target_layers")
-    return stated if isinstance(stated, int) else None
+    return stated if type(stated) is int and stated > 0 else None
 
 
 def whole_numbers(value: Any) -> list[int] | None:

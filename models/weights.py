@@ -36,10 +36,10 @@ def weight_files(folder: Path) -> list[Path]:
         return [folder / WHOLE]
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX, f"drafter={folder}").get("weight_map")
-        names = sorted(set(index.values())) if isinstance(index, dict) else []
+        names = list(index.values()) if isinstance(index, dict) else []
         if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
             raise UserError(f"drafter={folder}: {INDEX} names no files of this folder")
-        return [folder / name for name in names]
+        return [folder / name for name in sorted(set(names))]
     if (folder / PICKLED).is_file():
         return [folder / PICKLED]
     raise not_exported(folder, f"no {WHOLE} (nor {INDEX} or {PICKLED})")

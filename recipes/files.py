@@ -20,6 +20,17 @@ def cache_dir(*parts: str) -> Path:
     return root.joinpath(*parts)
 
 
+def user_path(name: str) -> Path:
+    """A path as a person gave it, `~` resolved. Raises UserError where the system takes no such name."""
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long; no such user's home; a NUL
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"the path {name[:80]!r} cannot be used: {reason}") from error
+    return path
+
+
 def run_folder(recipe: Recipe) -> Path:
     return Path(recipe.run_dir).expanduser() if recipe.run_dir else Path("runs") / Path(recipe.recipe).stem
 
@@ -45,7 +56,7 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     """A JSON object; anything else is told as damage to `what`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{what}: {path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise UserError(f"{what}: {path} holds no JSON object")

@@ -90,6 +90,9 @@ def test_it_says_what_was_measured_and_under_which_conditions() -> None:
     assert "chains of 2, as measured above" in page  # the fastest of those timed
     assert "Chains of drafts are faster" in page
     assert "not shown to be faster" in card(papers(measured=[measured(result("chain", 1, 1.1, 1.05), "x")]), CONFIG)
+    for few in ({"prompts": 5}, {"clocks": 2}, {"speedup_ci95": None}):  # as eval's own verdict has it
+        told = card(papers(measured=[measured(result("chain", 1, 1.4, 1.5), "x") | few]), CONFIG)
+        assert "So few timings do not show" in told and "Chains of drafts are" not in told
     config = json.loads(fenced(page)[0][-1])
     assert config == {"method": "eagle3", "model": "path/to/this/folder", "num_speculative_tokens": 2}
 
@@ -153,3 +156,13 @@ def test_licences_are_what_is_stated_and_no_more(tmp_path: Path) -> None:
     assert told["own"] == "questions and answers written by the target itself."
     assert told["asked"] == "`asked.jsonl`, a file whose licence is not known here. Answers written by the target."
     assert "datasets/org/set" in told["shared"] and told["shared"].endswith("Answers kept as they stood.")
+
+
+@pytest.mark.parametrize(
+    ("start", "words"),
+    [("org/old", "see https://huggingface.co/org/old"), ("/home/me/old", "`old`: not known here")],
+)
+def test_a_warm_start_is_not_said_to_come_from_the_targets_weights(start: str, words: str) -> None:
+    page = card(papers(init_from=start), CONFIG)
+    assert words in page and "training started from" in page and "started from its weights" not in page
+    assert "/home/me" not in page and "started from its weights" in card(papers(init_from=""), CONFIG)

@@ -185,6 +185,11 @@ def narrow_query(tensors: Tensors) -> None:
     tensors["midlayer.self_attn.q_proj.weight"] = torch.zeros(32, 32)
 
 
+def to_gemma(folder: Path) -> None:
+    config(folder, model_type="gemma")
+    to_speculators(folder)
+
+
 def another_target(folder: Path) -> None:
     (folder / "provenance.json").write_text('{"fingerprint": "of another"}')
 
@@ -234,6 +239,8 @@ BROKEN: dict[str, tuple[dict[str, Any], Edit, str, str]] = {
     "two layers": ({}, two_layers, "SGLang", "2 layers"),
     "not a number": ({}, lambda f: weights(f, broken_number), "vLLM SGLang", "NaN"),
     "narrow query": ({}, lambda f: weights(f, narrow_query), "vLLM SGLang", "side by side"),
+    "gelu": ({}, lambda f: config(f, hidden_act="gelu"), "vLLM SGLang", "hidden_act is 'gelu'"),
+    "a block of no kind": ({}, to_gemma, "vLLM", "model_type is 'gemma'"),
     "short": ({}, lambda f: config(f, max_position_embeddings=128), "SGLang", "max_position_embeddings=128"),
     "RoPE": ({}, lambda f: config(f, rope_theta=5e5, rope_parameters={"rope_theta": 5e5}), "vLLM SGLang", "RoPE"),
     "two RoPEs": ({}, lambda f: config(f, rope_theta=5e5), "vLLM SGLang", "disagree"),
@@ -449,3 +456,29 @@ def test_without_a_target_what_cannot_be_known_is_not_claimed(target: Target, tm
     (folder / "provenance.json").unlink()
     report = examine(folder)
     assert report.readings[0].taps is None and report.tau is None and not report.no_tau
+
+
+def test_another_scale_of_the_same_rope_is_a_fault(tiny_target: Callable[..., Any], tmp_path: Path) -> None:
+    low, scaled = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}, {"rope_type": "llama3", "rope_theta": 10000.0}
+    scaled |= {"factor": 8.0, "original_max_position_embeddings": 256, **low}
+    target: Target = tiny_target("llama", rope_parameters=scaled)
+    folder = export(target, tmp_path / "d")
+    against = TargetConfig(path=str(target.folder))
+    assert not examine(folder, against).fatal
+    config(folder, rope_parameters=scaled | {"factor": 32.0})
+    assert [f.what for f in examine(folder, against).findings if f.fatal and "factor 32.0" in f.what]
+
+
+def test_an_embedding_that_is_missing_and_cannot_be_the_targets_is_a_fault(target: Target, tmp_path: Path) -> None:
+    folder = export(target, tmp_path / "d")
+    config(folder, target_hidden_size=48)
+    weights(folder, lambda t: t.update({"fc.weight": torch.zeros(H, 3 * 48)}))
+    fatal = [f.what for f in examine(folder).findings if f.fatal]
+    assert len(fatal) == 1 and "embed_tokens.weight is missing" in fatal[0]
+    weights(folder, lambda t: t.update({"embed_tokens.weight": torch.zeros(320, H)}))
+    assert not examine(folder).fatal
+
+
+def test_offsets_of_zeros_alone_are_noted(target: Target, tmp_path: Path) -> None:
+    report = examine(export(target, tmp_path / "d", kept=list(range(200))))
+    assert not report.fatal and any("d2t is all zeros" in f.what for f in report.findings)

@@ -160,7 +160,11 @@ def test_a_dry_run_writes_nothing(target: Target, tmp_path: Path, capsys: pytest
         (["a"], "not of the form key=value"),
         (["drafter=./nothing", "layout=vllm", "out=b"], "no such folder"),
         (["drafter=a", "layout=vllm", "out=b", "serving_length=long"], "serving_length='long'"),
+        (["drafter=a", "layout=vllm", "out=b", "serving_length=²"], "must be a whole number"),
+        (["drafter=a", "layout=vllm", "out=b", "serving_length=" + "9" * 5000], "must be a whole number"),
         (["drafter=a", "layout=vllm", "out=b", "dry_run=maybe"], "dry_run=maybe"),
+        (["drafter=~no-such-user/a", "layout=vllm", "out=b"], "cannot be used: Could not determine home directory"),
+        (["drafter=" + "a" * 300, "layout=vllm", "out=b"], "cannot be used: File name too long"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(arguments: list[str], words: str) -> None:
@@ -228,3 +232,55 @@ def test_damaged_papers_are_told(target: Target, tmp_path: Path) -> None:
     folder = made(target, tmp_path / "d")
     (folder / "provenance.json").write_text('{"fingerprint": 3, "target": [1]}')
     assert "target is no mapping" in refusal(folder, "vllm", tmp_path / "out")
+
+
+@pytest.mark.parametrize("below", ["", "new"])
+def test_a_loop_of_links_is_no_place_for_an_export(target: Target, tmp_path: Path, below: str) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(UserError, match="a loop of links"):
+        export(made(target, tmp_path / "d"), "vllm", tmp_path / "loop" / below)
+
+
+@pytest.mark.parametrize("name", ["config.json", "provenance.json"])
+def test_json_nested_beyond_reading_is_told(target: Target, tmp_path: Path, name: str) -> None:
+    folder = made(target, tmp_path / "d")
+    (folder / name).write_text("[" * 100_000)
+    assert f"{name} cannot be read as JSON" in refusal(folder, "vllm", tmp_path / "out")
+
+
+def test_an_index_of_odd_values_is_told(target: Target, tmp_path: Path) -> None:
+    folder = made(target, tmp_path / "d")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"fc.weight": ["x"]}}')
+    assert "names no files of this folder" in refusal(folder, "vllm", tmp_path / "out")
+
+
+def test_what_lies_beside_an_export_is_not_lost(target: Target, tmp_path: Path) -> None:
+    folder = made(target, tmp_path / "d")
+    export(folder, "vllm", tmp_path / "out")
+    (tmp_path / "out" / "tuned.json").write_text("{}")
+    with pytest.raises(UserError, match=r"holds tuned\.json beside an export"):
+        export(folder, "sglang", tmp_path / "out")
+    assert (tmp_path / "out" / "tuned.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("papers", "words"),
+    [
+        ({"measured": [{"decoder": "x"}]}, "no card can be made of it"),
+        ({"sources": [3]}, "no card can be made of it"),
+        ({"target_layers": True}, "give target="),
+        ({"target_layers": 10**12}, "give target="),
+    ],
+)
+def test_papers_of_the_wrong_kind_are_told(target: Target, tmp_path: Path, papers: dict[str, Any], words: str) -> None:
+    folder = made(target, tmp_path / "d")
+    whole = json.loads((folder / "provenance.json").read_text())
+    (folder / "provenance.json").write_text(json.dumps(whole | papers))
+    assert words in refusal(folder, "vllm", tmp_path / "out")
+
+
+def test_layer_types_that_are_no_list_are_told(target: Target, tmp_path: Path) -> None:
+    folder = made(target, tmp_path / "d")
+    edit(folder, config={"layer_types": 5})
+    assert "layer_types=5" in refusal(folder, "vllm", tmp_path / "out")
