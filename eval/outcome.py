@@ -15,6 +15,7 @@ from data_prep.template import prompt_ids
 from eval.decode import Decoded, RowResult
 from eval.drafters import Drafter
 from eval.matrix import SuccessorMatrix
+from models.flexdraft import FlexDraft
 from models.source import Source
 from models.target import Target
 from recipes.schema import EvalConfig, Recipe, UserError
@@ -146,7 +147,10 @@ def new_matrix(target: Target) -> SuccessorMatrix:
 
 
 def in_dtype(drafter: Drafter, dtype: torch.dtype) -> Drafter:
-    """The drafter in the target's dtype, as an engine would run it; a copy where it is trained in another."""
+    """The drafter in the target's dtype, as an engine would run it: a copy where it is trained in another, or in
+    another form."""
+    if isinstance(drafter, FlexDraft):
+        drafter = drafter.merged()
     return drafter if next(drafter.parameters()).dtype == dtype else copy.deepcopy(drafter).to(dtype)
 
 

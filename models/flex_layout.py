@@ -2,7 +2,8 @@
 
 Tensors, for each tuned layer i (the target's own number): `layers.{i}.self_attn.{q,k,v,o}_proj.weight`, `.bias` where
 the target has one, `layers.{i}.self_attn.{q,k}_norm.weight` where it has these (gains as they multiply, in every
-family); and `mask` [hidden_size]. A calibrator is a file of its own, calibrator.safetensors: `inner.{weight,bias}`,
+family); and `mask` [hidden_size]. With adapters the projections are the target's, and PEFT's two files say what is
+added to them (models/flex_lora.py). A calibrator is a file of its own, calibrator.safetensors: `inner.{weight,bias}`,
 `outer.{weight,bias}`; its metadata say of which target it is and, by their hash, of which masks. config.json holds
 `flexdraft_config`: the fields of models.flexdraft.FlexDraftConfig.
 """
@@ -20,19 +21,19 @@ from models.imports import refuse_not_finite
 from models.source import Source
 from models.target import Target
 from models.weights import WHOLE, read_headers, read_tensors
-from recipes.files import read_json, sha256_file, whole_folder, write_json
+from recipes.files import read_json, sha256_file, sha256_json, whole_folder, write_json
 from recipes.schema import UserError
 
 KEY = "flexdraft_config"
-PREFIX, CALIBRATOR = "calibrator.", "calibrator.safetensors"
+PREFIX, CALIBRATOR, ADAPTER = "calibrator.", "calibrator.safetensors", "adapter_model.safetensors"
 
 
 def names(drafter: FlexDraft) -> dict[str, str]:
-    """Parameter -> name on disk, of all but the calibrator."""
+    """Parameter -> name on disk, of all but the calibrator, and with adapters but the projections."""
     out = {}
     for name in drafter.state_dict():
         head, _, rest = name.partition(".")
-        if name.startswith(PREFIX):
+        if name.startswith(PREFIX) or (drafter.config.lora_rank and "_proj." in name):
             continue
         if head == "layers":
             number, _, rest = rest.partition(".")
@@ -59,11 +60,23 @@ def save_flexdraft(
     }
     with whole_folder(folder) as aside:
         save_file(named, aside / WHOLE, metadata={"format": "pt"})
+        if drafter.config.lora_rank:
+            from models.flex_lora import save_adapter
+
+            base = str(provenance.get("target", {}).get("path", ""))
+            save_adapter(drafter, base, aside, dtype)
         if calibrator:
-            belongs = {"target": provenance["fingerprint"], "masks": sha256_file(aside / WHOLE)}
+            belongs = {"target": provenance["fingerprint"], "masks": masks_hash(aside)}
             save_file(calibrator, aside / CALIBRATOR, metadata={"format": "pt", **belongs})
         write_json(aside / "config.json", config)
         write_json(aside / "provenance.json", provenance)
+
+
+def masks_hash(folder: Path) -> str:
+    """Of what the masks are made of, the calibrator left out."""
+    adapter = folder / ADAPTER
+    whole = sha256_file(folder / WHOLE)
+    return sha256_json([whole, sha256_file(adapter)]) if adapter.is_file() else whole
 
 
 def is_flexdraft(folder: Path) -> bool:
@@ -75,8 +88,8 @@ def check_flexdraft(folder: Path, target: Source | Target | None) -> FlexDraftCo
     """Refuse, before weights load, what is damaged, incomplete, or for another target."""
     raw = read_json(folder / "config.json", f"drafter={folder}")[KEY]
     known = {field.name for field in fields(FlexDraftConfig)}
-    if not isinstance(raw, dict) or set(raw) != known:
-        odd = sorted(known ^ set(raw)) if isinstance(raw, dict) else "no table of settings"
+    odd = sorted((known ^ set(raw)) - {"lora_rank"}) if isinstance(raw, dict) else "no table of settings"
+    if odd:
         raise UserError(f"drafter={folder}: config.json's {KEY} lacks or has too much: {odd}. Export it again.")
     config = FlexDraftConfig(**raw)
     if not 0 <= config.split_layer < config.target_layers:
@@ -98,6 +111,12 @@ def check_flexdraft(folder: Path, target: Source | Target | None) -> FlexDraftCo
             raise UserError(
                 f"drafter={folder}: {theirs} has shape {list(found[theirs][0])}, not {list(shapes[ours].shape)}"
             )
+    if config.lora_rank:
+        from models.flex_lora import adapter_names, check_adapter
+
+        named = {theirs: f"layers.{ours}" for ours, theirs in adapter_names(empty.layers, config.split_layer).items()}
+        check_adapter(folder, config.lora_rank)
+        _check_part(folder, ADAPTER, {theirs: tuple(shapes[ours].shape) for theirs, ours in named.items()})
     if config.calibrator_rank:
         _check_calibrator(folder, {n: tuple(t.shape) for n, t in shapes.items() if n.startswith(PREFIX)})
     return config
@@ -105,23 +124,29 @@ def check_flexdraft(folder: Path, target: Source | Target | None) -> FlexDraftCo
 
 def _check_calibrator(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     """Refuse a calibrator that is not of these masks, or of another target."""
-    path = folder / CALIBRATOR
-    if not path.is_file():
+    if not (folder / CALIBRATOR).is_file():
         raise UserError(f"drafter={folder}: {CALIBRATOR} is missing. Fit it again, or set calibrator_rank to 0.")
-    try:
-        with safe_open(path, "pt") as file:
-            said = file.metadata() or {}
-            found = {f"{PREFIX}{name}": tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"drafter={folder}: {CALIBRATOR} cannot be read: {error}. Fit it again.") from error
+    said = _check_part(folder, CALIBRATOR, {name.removeprefix(PREFIX): shape for name, shape in shapes.items()})
     if said.get("target") != read_json(folder / "provenance.json", "drafter").get("fingerprint"):
         raise UserError(f"drafter={folder}: {CALIBRATOR} was fitted for another target. Fit one (train/calibrator.py).")
-    if said.get("masks") != sha256_file(folder / WHOLE):
+    if said.get("masks") != masks_hash(folder):
         raise UserError(
             f"drafter={folder}: {CALIBRATOR} was fitted for another drafter. Fit one (train/calibrator.py)."
         )
-    if found != shapes:
-        raise UserError(f"drafter={folder}: {CALIBRATOR} holds {found}, not {shapes}")
+
+
+def _check_part(folder: Path, name: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
+    """The metadata of a file that must hold these tensors."""
+    try:
+        with safe_open(folder / name, "pt") as file:
+            found = {key: tuple(file.get_slice(key).get_shape()) for key in list(file.keys())}
+            said = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"drafter={folder}: {name} cannot be read: {error}. Write it again.") from error
+    if odd := sorted(key for key in found.keys() | shapes.keys() if found.get(key) != shapes.get(key)):
+        have, want = found.get(odd[0], "absent"), shapes.get(odd[0], "absent")
+        raise UserError(f"drafter={folder}: {name} does not fit: {odd[0]} is {have}, must be {want}")
+    return dict(said)
 
 
 def _refuse_other_target(folder: Path, config: FlexDraftConfig, target: Source | Target) -> None:
@@ -139,13 +164,22 @@ def _refuse_other_target(folder: Path, config: FlexDraftConfig, target: Source |
             raise UserError(f"drafter={folder}: its {name} is {own}, the target's {theirs}")
 
 
-def load_flexdraft(folder: Path, target: Target) -> FlexDraft:
-    """On the target's device, in fp32. Raises UserError naming what does not fit."""
+def load_flexdraft(folder: Path, target: Target, adapters: bool = False) -> FlexDraft:
+    """On the target's device, in fp32; adapters are merged but for `adapters`. Raises UserError naming what does not
+    fit."""
     drafter = FlexDraft(check_flexdraft(folder, target))
     raw = read_tensors(folder)
     tensors = {ours: raw[theirs].float() for ours, theirs in names(drafter).items()}
+    if drafter.config.lora_rank:
+        from models.flex_lora import adapter_names
+
+        drafter.copy_from(target)
+        added = load_file(folder / ADAPTER)
+        named = adapter_names(drafter.layers, drafter.config.split_layer)
+        tensors |= {f"layers.{ours}": added[theirs].float() for ours, theirs in named.items()}
     if drafter.calibrator is not None:
         tensors |= {f"{PREFIX}{name}": t.float() for name, t in load_file(folder / CALIBRATOR).items()}
     refuse_not_finite(tensors, folder)
-    drafter.load_state_dict(tensors)
-    return drafter.to(target.device).eval()
+    drafter.load_state_dict(drafter.state_dict() | tensors)  # the file's are complete but for what adapters sit on
+    drafter = drafter.to(target.device).eval()
+    return drafter if adapters else drafter.merged()

@@ -11,8 +11,9 @@ B batch, T tokens of a packed row, R mask rows, S key slots, H hidden, N heads, 
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +45,12 @@ class FlexDraftConfig:
     out_bias: bool
     qk_norm: bool
     calibrator_rank: int  # 0 = no calibrator
+    lora_rank: int = 0  # 0 = full copies
 
     @staticmethod
-    def from_target(target: Target, layers: int, block_size: int, calibrator_rank: int = 0) -> "FlexDraftConfig":
+    def from_target(
+        target: Target, layers: int, block_size: int, calibrator_rank: int = 0, lora_rank: int = 0
+    ) -> "FlexDraftConfig":
         """With draft copies in the last `layers` layers, or a third of them for 0."""
         check_layers(layers, target.n_layers)
         layers = layers or default_layers(target.n_layers)
@@ -65,6 +69,7 @@ class FlexDraftConfig:
             out_bias=first.out.bias is not None,
             qk_norm="q_norm" in first.norms,
             calibrator_rank=calibrator_rank,
+            lora_rank=lora_rank,
         )
 
 
@@ -108,16 +113,15 @@ class DraftAttention(nn.Module):
 
     @torch.no_grad()
     def copy_from(self, layer: Layer) -> None:
-        parts = (self.q_proj, self.k_proj, self.v_proj)
-        sizes = [part.out_features for part in parts]
-        for part, weight in zip(parts, layer.qkv.split(sizes), strict=True):
-            part.weight.copy_(weight)
+        parts: list[Any] = [self.q_proj, self.k_proj, self.v_proj, self.o_proj]
+        sizes = [part.out_features for part in parts[:3]]
+        for part, weight in zip(parts, [*layer.qkv.split(sizes), layer.out.weight], strict=True):
+            part.weight.copy_(weight)  # an adapter's is that of the projection under it
         if layer.qkv_bias is not None:
-            for part, bias in zip(parts, layer.qkv_bias.split(sizes), strict=True):
+            for part, bias in zip(parts[:3], layer.qkv_bias.split(sizes), strict=True):
                 part.bias.copy_(bias)
-        self.o_proj.weight.copy_(layer.out.weight)
         if layer.out.bias is not None:
-            self.o_proj.bias.copy_(layer.out.bias)
+            parts[3].bias.copy_(layer.out.bias)
         if self.q_norm is not None and self.k_norm is not None:
             self.q_norm.copy_(layer.norms["q_norm"])
             self.k_norm.copy_(layer.norms["k_norm"])
@@ -161,18 +165,37 @@ class FlexDraft(nn.Module):
         self.layers = nn.ModuleList(DraftAttention(config) for _ in range(config.target_layers - config.split_layer))
         rank = config.calibrator_rank
         self.calibrator = Calibrator(config.hidden_size, rank, config.vocab_size) if rank else None
+        if config.lora_rank:
+            from models.flex_lora import inject  # PEFT takes seconds to import
+
+            inject(self.layers, config.lora_rank)
+
+    def merged(self) -> "FlexDraft":
+        """The same with full copies, as it decodes; itself where it has no adapters."""
+        if not self.config.lora_rank:
+            return self
+        from models.flex_lora import merged
+
+        plain = FlexDraft(replace(self.config, lora_rank=0))
+        rest = {name: t for name, t in self.state_dict().items() if not name.startswith("layers.")}
+        plain.load_state_dict(rest | {f"layers.{name}": t for name, t in merged(self.layers).items()})
+        return plain.to(self.mask.device).eval()
 
     @torch.no_grad()
     def init_from_target(self, target: Target, rows: Sequence[Tensor]) -> None:
         """Projections are the target's; the mask vector is the mean of its stream at the split layer over `rows` of
         token ids, without their first tokens, whose states are many times larger than any other's."""
-        for own, layer in zip(self.layers, target.layers[self.config.split_layer :], strict=True):
-            assert isinstance(own, DraftAttention)
-            own.copy_from(layer)
+        self.copy_from(target)
         probe = copy.copy(target)
         probe.taps = (self.config.split_layer,)
         states = [probe.features(ids.unsqueeze(0).to(target.device)).taps_BTC[0, 1:] for ids in rows]
         self.mask.copy_(torch.cat(states).float().mean(0))
+
+    def copy_from(self, target: Target) -> None:
+        """Projections, and gains, of the target."""
+        for own, layer in zip(self.layers, target.layers[self.config.split_layer :], strict=True):
+            assert isinstance(own, DraftAttention)
+            own.copy_from(layer)
 
     def run(self, target: Target, positions_BR: Tensor, attention: AttendFn) -> Tensor:
         """Final normed states of masks at these positions [B, R, H]; `attention` as `Target` asks it."""

@@ -30,6 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.states": ("none", "bf16", "fp8"),
     "eagle.init_vocab": ("keep", "replace"),
     "flex.loss": ("soft", "hard"),
+    "flex.parametrisation": ("full", "lora"),
     "eval.flex_mode": ("parallel", "sequential"),
     "eagle.objective": OBJECTIVES,
     "eagle.normaliser": NORMALISERS,
@@ -42,7 +43,7 @@ AT_LEAST_ONE = {
     "data": ("max_length", "answer_tokens", "slots", "validation_rows"),
     "data.server": ("concurrency",),
     "eagle": ("unroll_steps",),
-    "flex": ("anchors", "calibrator_rank"),
+    "flex": ("anchors", "calibrator_rank", "lora_rank"),
     "train": ("epochs", "batch_tokens", "micro_batch_tokens", "save_every", "keep", "log_every"),
     "eval": ("max_new_tokens", "batch_size", "chain_length", "depth", "branch", "nodes", "max_prompt", "paths"),
 }

@@ -56,7 +56,7 @@ class CalibratorFamily(FlexFamily):
         self, recipe: Recipe, target: Target, teacher: Target, prepared: Prepared, bf16: bool
     ) -> tuple[Objective, Prepared]:
         refuse_sharded(target)
-        masks = load_flexdraft(start_of(recipe), target)
+        masks = load_flexdraft(start_of(recipe), target, adapters=True)
         drafter = FlexDraft(replace(masks.config, calibrator_rank=recipe.flex.calibrator_rank)).to(target.device)
         learned = {name: t for name, t in masks.state_dict().items() if not name.startswith("calibrator.")}
         drafter.load_state_dict(drafter.state_dict() | learned)

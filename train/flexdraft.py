@@ -49,8 +49,8 @@ class FlexFamily(run.Family):
     ) -> tuple[Objective, Prepared]:
         refuse_sharded(target)
         cfg = recipe.flex
-        rank = cfg.calibrator_rank if cfg.calibrator else 0
-        drafter = FlexDraft(FlexDraftConfig.from_target(target, cfg.layers, cfg.block_size, rank)).to(target.device)
+        ranks = cfg.calibrator_rank * cfg.calibrator, cfg.lora_rank * (cfg.parametrisation == "lora")
+        drafter = FlexDraft(FlexDraftConfig.from_target(target, cfg.layers, cfg.block_size, *ranks)).to(target.device)
         drafter.init_from_target(target, [ids for ids, _ in first_rows(prepared.train)])
         loss = FlexLoss(drafter, teacher, cfg, recipe.seed, bf16, kept_features(recipe))
         return loss, prepared
