@@ -8,6 +8,7 @@ added to them (models/flex_lora.py). A calibrator is a file of its own, calibrat
 `flexdraft_config`: the fields of models.flexdraft.FlexDraftConfig.
 """
 
+import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from models import flex_published
 from models.flexdraft import FlexDraft, FlexDraftConfig
 from models.imports import refuse_not_finite
 from models.source import Source
@@ -80,18 +82,15 @@ def masks_hash(folder: Path) -> str:
 
 
 def is_flexdraft(folder: Path) -> bool:
+    """Of our layout, or of its authors' checkpoints (models/flex_published.py)."""
     path = folder / "config.json"
-    return path.is_file() and KEY in read_json(path, f"drafter={folder}")
+    return path.is_file() and (KEY in read_json(path, f"drafter={folder}") or flex_published.is_published(folder))
 
 
 def check_flexdraft(folder: Path, target: Source | Target | None) -> FlexDraftConfig:
     """Refuse, before weights load, what is damaged, incomplete, or for another target."""
-    raw = read_json(folder / "config.json", f"drafter={folder}")[KEY]
-    known = {field.name for field in fields(FlexDraftConfig)}
-    odd = sorted((known ^ set(raw)) - {"lora_rank"}) if isinstance(raw, dict) else "no table of settings"
-    if odd:
-        raise UserError(f"drafter={folder}: config.json's {KEY} lacks or has too much: {odd}. Export it again.")
-    config = FlexDraftConfig(**raw)
+    published = flex_published.is_published(folder)
+    config = flex_published.read_config(folder) if published else _read_config(folder)
     if not 0 <= config.split_layer < config.target_layers:
         raise UserError(
             f"drafter={folder}: split_layer {config.split_layer} is out of range for a target of "
@@ -100,17 +99,22 @@ def check_flexdraft(folder: Path, target: Source | Target | None) -> FlexDraftCo
     if config.block_size < 2:
         raise UserError(f"drafter={folder}: block_size {config.block_size} drafts nothing: it must be 2 or more")
     if target is not None:
-        _refuse_other_target(folder, config, target)
+        (flex_published.refuse_other_sizes if published else _refuse_other_target)(folder, config, target)
     with torch.device("meta"):
         empty = FlexDraft(config)
     shapes, found = empty.state_dict(), read_headers(folder)
-    for ours, theirs in names(empty).items():
+    places = flex_published.names(empty) if published else names(empty)
+    for ours, theirs in places.items():
         if theirs not in found:
             raise UserError(f"drafter={folder}: {theirs} is missing. Export it again.")
         if found[theirs][0] != tuple(shapes[ours].shape):
             raise UserError(
                 f"drafter={folder}: {theirs} has shape {list(found[theirs][0])}, not {list(shapes[ours].shape)}"
             )
+    if published:
+        flex_published.refuse_unknown(folder, set(places.values()), set(found))
+        print(f"warning: {folder} carries no target fingerprint; it may belong to another target", file=sys.stderr)
+        return config
     if config.lora_rank:
         from models.flex_lora import adapter_names, check_adapter
 
@@ -120,6 +124,15 @@ def check_flexdraft(folder: Path, target: Source | Target | None) -> FlexDraftCo
     if config.calibrator_rank:
         _check_calibrator(folder, {n: tuple(t.shape) for n, t in shapes.items() if n.startswith(PREFIX)})
     return config
+
+
+def _read_config(folder: Path) -> FlexDraftConfig:
+    raw = read_json(folder / "config.json", f"drafter={folder}")[KEY]
+    known = {field.name for field in fields(FlexDraftConfig)}
+    odd = sorted((known ^ set(raw)) - {"lora_rank"}) if isinstance(raw, dict) else "no table of settings"
+    if odd:
+        raise UserError(f"drafter={folder}: config.json's {KEY} lacks or has too much: {odd}. Export it again.")
+    return FlexDraftConfig(**raw)
 
 
 def _check_calibrator(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -168,8 +181,9 @@ def load_flexdraft(folder: Path, target: Target, adapters: bool = False) -> Flex
     """On the target's device, in fp32; adapters are merged but for `adapters`. Raises UserError naming what does not
     fit."""
     drafter = FlexDraft(check_flexdraft(folder, target))
-    raw = read_tensors(folder)
-    tensors = {ours: raw[theirs].float() for ours, theirs in names(drafter).items()}
+    raw, published = read_tensors(folder), flex_published.is_published(folder)
+    places = flex_published.names(drafter) if published else names(drafter)
+    tensors = {ours: raw[theirs].float() for ours, theirs in places.items()}
     if drafter.config.lora_rank:
         from models.flex_lora import adapter_names
 
@@ -177,7 +191,7 @@ def load_flexdraft(folder: Path, target: Target, adapters: bool = False) -> Flex
         added = load_file(folder / ADAPTER)
         named = adapter_names(drafter.layers, drafter.config.split_layer)
         tensors |= {f"layers.{ours}": added[theirs].float() for ours, theirs in named.items()}
-    if drafter.calibrator is not None:
+    if drafter.calibrator is not None and not published:
         tensors |= {f"{PREFIX}{name}": t.float() for name, t in load_file(folder / CALIBRATOR).items()}
     refuse_not_finite(tensors, folder)
     drafter.load_state_dict(drafter.state_dict() | tensors)  # the file's are complete but for what adapters sit on

@@ -168,7 +168,7 @@ class FlexLoss(Objective):
 
     def arithmetic(self, sums: Tensor, tokens: int, pairs: int) -> Arithmetic:
         """Of every group's masks: the learned products three times over, the frozen ones twice (their weights have no
-        gradient), the prefix as long as rows are on average."""
+        gradient), the prefix as long as rows are on average. Adapters' own products are too small to count."""
         c, target = self.drafter.config, self.target
         masks, predicting = int(sums[SUPERVISED, 0]) * c.block_size, int(sums[SUPERVISED].sum())
         hidden, wide = c.hidden_size, c.num_attention_heads * c.head_dim
@@ -177,7 +177,7 @@ class FlexLoss(Objective):
         frozen = 3 * hidden * int(target.config.intermediate_size)
         layers = c.target_layers - c.split_layer
         head = predicting * hidden * c.vocab_size
-        work = 2.0 * (layers * masks * (3 * learned + 3 * seen + 2 * frozen) + 2 * head)
+        work = 2.0 * (layers * masks * ((2 if c.lora_rank else 3) * learned + 3 * seen + 2 * frozen) + 2 * head)
         return Arithmetic(work, target_arithmetic(target, tokens, predicting, pairs))
 
     def metrics(self, sums: Tensor) -> dict[str, Any]:

@@ -156,13 +156,30 @@ def test_two_processes_learn_what_one_does(
         assert curve(tmp_path / program, "loss") == pytest.approx(curve(alone, "loss"), abs=1e-4)
 
 
-def test_an_interrupted_run_ends_where_the_whole_one_does(target: Target, tmp_path: Path) -> None:
+def test_low_rank_masks_are_trained_exported_and_calibrated(
+    arguments: list[str], target: Target, tmp_path: Path
+) -> None:
+    low = ["flex.parametrisation=lora", "flex.lora_rank=2", "train.max_steps=2", "eval.decoders=[ar,flex]"]
+    flexdraft.main(recipe(arguments, tmp_path / "low", *low))
+    calibrator.main(recipe(arguments, tmp_path / "both", *low, f"flexdraft={tmp_path / 'low'}"))
+    masks, both = (load_flexdraft(tmp_path / name / "drafter", target, adapters=True) for name in ("low", "both"))
+    assert masks.config.lora_rank == both.config.lora_rank == 2 and both.calibrator is not None
+    learned = masks.state_dict()
+    assert all(torch.equal(both.state_dict()[name], tensor) for name, tensor in learned.items())
+    assert all(bool(t.abs().max() > 0) for name, t in learned.items() if "lora_B" in name)
+    count = sum(p.numel() for p in masks.parameters() if p.requires_grad)
+    assert f"drafter: {count:,} trained parameters" in flexdraft_cost(recipe(arguments, tmp_path, *low), 10)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_an_interrupted_run_ends_where_the_whole_one_does(target: Target, tmp_path: Path, lora_rank: int) -> None:
     ended = []
     for name, stops in (("whole", [0]), ("parts", [3, 0])):
         (tmp_path / name).mkdir()
         for stop in stops:
             accelerator = make_accelerator(torch.device("cpu"), 0.5)
-            parts = (tiny_run.recipe(save_every=3), objective(target), tiny_run.rows(), accelerator, tmp_path / name)
+            learner = objective(target, lora_rank=lora_rank)
+            parts = (tiny_run.recipe(save_every=3), learner, tiny_run.rows(), accelerator, tmp_path / name)
             loop = tiny_run.StoppingLoop(*parts)
             loop.stop_after = stop
             try:

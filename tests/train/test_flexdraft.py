@@ -19,11 +19,11 @@ SIZE = 4
 
 
 def objective(
-    target: Target, kind: str = "soft", anchors: int = 3, keep_bytes: int = 0, calibrator: int = 0
+    target: Target, kind: str = "soft", anchors: int = 3, keep_bytes: int = 0, calibrator: int = 0, lora_rank: int = 0
 ) -> FlexLoss:
-    drafter = FlexDraft(FlexDraftConfig.from_target(target, 3, SIZE, calibrator))
-    drafter.init_from_target(target, [torch.arange(20)])
     torch.manual_seed(0)
+    drafter = FlexDraft(FlexDraftConfig.from_target(target, 3, SIZE, calibrator, lora_rank))
+    drafter.init_from_target(target, [torch.arange(20)])
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
