@@ -6,7 +6,7 @@ from typing import Any
 
 from eval.matrix_file import is_file
 from eval.rules import BEST_OF_ONE, BEST_OF_SEVERAL, RULES, rule_of, words
-from eval.settings import GATED, LINES, PUBLISHED_GATES, Settings
+from eval.settings import GATED, LINES, PARALLEL, PUBLISHED_GATES, Settings
 from recipes.rules import validate
 from recipes.schema import DECODERS, DRAFTED, EvalConfig, Recipe, UserError
 
@@ -71,7 +71,7 @@ def settings_of(decoder: str, e: EvalConfig, **changes: Any) -> Settings:
         branch=1 if line else e.branch,
         nodes=depth if line else e.nodes,
         gates=(e.flex_threshold,) if decoder == "flex" else tuple(e.gates) or PUBLISHED_GATES,
-        parallel=decoder == "flex" and e.flex_mode == "parallel",
+        parallel=decoder in PARALLEL and e.flex_mode == "parallel",
         **policy,
     )
     return replace(settings, **changes)
@@ -163,16 +163,17 @@ def asked(recipe: Recipe) -> dict[str, Any]:
     names = [recipe.decoder] if recipe.decoder else list(e.decoders)
     shape = {"nodes": e.nodes, "depth": e.depth, "branch": e.branch, "gates": list(e.gates)}
     rule = {key: getattr(e, key) for key in POLICY}
-    return {"decoders": names, "chain_length": e.chain_length, **shape, **rule}
+    flex = {"flex_mode": e.flex_mode, "flex_threshold": e.flex_threshold}
+    return {"decoders": names, "chain_length": e.chain_length, **shape, **rule, **flex}
 
 
 def tuned_shapes(tuned: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """{decoder: changes of Settings} from tuned.json, eagle and graft brought to one budget."""
     best = tuned["best"]
     shapes = {name: {"depth": b["depth"], "branch": b["branch"], "nodes": b["nodes"]} for name, b in best.items()}
-    for name in GATED:
+    for name in (*GATED, "flex"):
         if name in best:
-            shapes[name]["gates"] = tuple(best[name]["gates"])
+            shapes[name] |= {"gates": tuple(best[name]["gates"]), "parallel": best[name]["parallel"]}
     if "chain" in best:
         shapes["chain"] |= {key: best["chain"][key] for key in POLICY}
     if "eagle" in best and "graft" in best:
@@ -207,6 +208,8 @@ def describe(settings: Settings) -> str:
     shape = f"{settings.nodes} nodes, depth {settings.depth}, top-{settings.branch}"
     if settings.decoder in GATED:
         shape += ", gates " + "/".join(f"{gate:g}" for gate in settings.gates)
+    if settings.parallel:
+        shape += ", drafted in parallel"
     return shape
 
 

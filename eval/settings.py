@@ -8,6 +8,7 @@ LINES = ("chain", "flex", "lookup", "suffix")  # what they propose has no branch
 CALIBRATED = ("graft", "prune")  # whose gates `eval.calibrate` finds
 GATED = (*CALIBRATED, "splice")  # drafting stops where the drafter is unsure
 BLOCKED = ("chain", "flex", "prune", "graft")  # what a drafter of lines can serve
+PARALLEL = ("flex", "graft")  # of these, what may draft the next line while this one is verified
 GROWN = tuple(name for name in DRAFTED if name != "flex")  # what one of trees can
 PUBLISHED_GATES = (0.15, 0.14, 0.50)  # Graft's own, for Qwen3-8B
 
@@ -34,7 +35,7 @@ class Settings:
     paths: int = 1
     draft_temperature: float = 0.0
     draft_top_p: float = 1.0
-    parallel: bool = False  # of `flex`: the next block is drafted while this one is verified
+    parallel: bool = False  # of a drafter of lines: the next block is drafted while this one is verified
 
     @property
     def drafts(self) -> bool:

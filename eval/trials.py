@@ -19,6 +19,7 @@ from recipes.schema import DECODERS, UserError
 
 FIRST_TOKENS = 4  # of the first run of each candidate, which compiles, allocates and faults pages in
 
+Rows = tuple[int, bool]  # verified in a round, and whether masks went with them
 Batch = tuple[list[list[int]], list[int]]  # prompts of one call, and their row ids
 
 
@@ -35,7 +36,7 @@ class Trial:
     stages: list[dict[str, float]] = field(default_factory=list)
     prompts: int = 1  # of a call
     rows: list[int] = field(default_factory=list)  # verified in a round, a prompt
-    pool: dict[int, list[float]] = field(default_factory=dict)  # verification ms by rows, shared by all trials
+    pool: dict[Rows, list[float]] = field(default_factory=dict)  # verification ms by rows, shared by all trials
 
     def add(self, decoded: Decoded, limit: int) -> None:
         """Book one call. Answers of tuning are short, so the round that `limit` cut is left out of tau: it would weigh
@@ -54,7 +55,8 @@ class Trial:
         rows = 1 + round(sum(row.nodes for row in decoded.rows) / max(1, sum(row.rounds for row in decoded.rows)))
         self.rows.append(rows)
         if decoded.rounds_total:
-            self.pool.setdefault(rows, []).append(1000 * decoded.seconds.get("verify", 0.0) / decoded.rounds_total)
+            cost = 1000 * decoded.seconds.get("verify", 0.0) / decoded.rounds_total
+            self.pool.setdefault((rows, self.settings.parallel), []).append(cost)
 
     @property
     def tau(self) -> float:
@@ -68,7 +70,8 @@ class Trial:
         """
         rest = [s - t.get("verify", 0.0) for s, t in zip(self.seconds, self.stages, strict=True)]
         costs = [1000 * s / r for s, r in zip(rest, self.batch_rounds, strict=True) if r]
-        shared = [statistics.median(self.pool[rows]) for rows in self.rows if rows in self.pool]
+        known = [(rows, self.settings.parallel) for rows in self.rows]
+        shared = [statistics.median(self.pool[rows]) for rows in known if rows in self.pool]
         return statistics.median(costs) + statistics.median(shared) if costs and shared else 0.0
 
     def stage_ms(self, stage: str) -> float:
@@ -91,6 +94,7 @@ class Trial:
             "nodes": s.nodes,
             "gates": list(s.gates),
             **{key: getattr(s, key) for key in POLICY},
+            "parallel": s.parallel,
             "rows": 1 + s.most,
             "calls": len(self.seconds),
             "tokens": sum(self.emitted),
@@ -103,7 +107,7 @@ class Trial:
 
 def trials_of(settings: Sequence[Settings], base: SuccessorMatrix) -> list[Trial]:
     """One a setting, with a matrix of its own and the verification costs in common."""
-    pool: dict[int, list[float]] = {}
+    pool: dict[Rows, list[float]] = {}
     return [Trial(s, base.copy() if s.remembers else None, pool=pool) for s in settings]
 
 

@@ -11,6 +11,7 @@ equally many rows. The field shrinks as prompts are added: all candidates, then 
 then a run-off of three. `ar` runs everywhere, and wins when nothing beats it.
 """
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,13 +23,13 @@ from omegaconf import OmegaConf
 from data_prep.prompts import Prompt
 from eval import tunings
 from eval.decode import Decoded, decode_keeping
-from eval.drafters import Drafter, refuse_lines
+from eval.drafters import Drafter, fitted
 from eval.matrix import SuccessorMatrix
 from eval.memory import by_halving
 from eval.outcome import check_prompts, encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
 from eval.plan import POLICY, asked, at_batch, batch_sizes, check_settings, policies, settings_of
 from eval.results import environment
-from eval.settings import GATED, Settings
+from eval.settings import BLOCKED, GATED, PARALLEL, Settings
 from eval.trials import (
     Batch,
     Trial,
@@ -40,11 +41,12 @@ from eval.trials import (
     shrink,
     trials_of,
 )
+from models.flexdraft import FlexDraft
 from models.source import load_tokenizer
 from models.target import Target
 from recipes.cli import entry
 from recipes.files import check_writable
-from recipes.schema import Recipe, UserError
+from recipes.schema import EvalConfig, Recipe, UserError
 
 WARM_PROMPTS = 3
 # (batches of prompts, tokens each, batches even when the budget is spent): everybody, the best few, the run-off
@@ -57,6 +59,8 @@ HOPELESS = (0.6, 0.75)  # share of the best speed below which a setting drops ou
 CHAINS_CPU, CHAINS_GPU = (1, 2, 3, 5), (1, 2, 3, 4, 5, 7)
 TREES_CPU = ((2, 1), (3, 1), (3, 2), (4, 2), (7, 3), (9, 4))  # (nodes, depth)
 WIDE = ((3, 2), (5, 2), (8, 3), (16, 4), (32, 6), (60, 10))  # (nodes, branch) of talon and recycle
+BLOCKS_GPU = (1, 2, 3, 5, 7, 11, 15)  # drafts of a block
+THRESHOLDS = (0.01, 0.1, 0.3)  # of a drafter of lines
 COPIES = (3, 6, 10, 40)  # lengths of lookup and suffix
 HIGHER_GATES = 3  # graft is also tried with gates this much higher: stop sooner, retrieve more
 TREES_GPU = tuple(
@@ -82,7 +86,7 @@ def tune(
     start = time.perf_counter()
     warm, batches = _prompts(recipe, target, prompts)
     base = warm_matrix(target, drafter, recipe, warm, decode)
-    trials = trials_of(settings or candidates(recipe, target.device.type), base)
+    trials = trials_of(settings or candidates(recipe, target.device.type, drafter), base)
     prompts_used = min(len(batches), sum(count for count, *_ in ROUNDS))
     print(f"tuning: {len(trials)} settings on {prompts_used} validation prompts or batches, about {budget:.0f} s")
     run = _runner(target, drafter, decode)
@@ -154,7 +158,7 @@ def measured_grid(
     drafter, decode = in_dtype(drafter, target.dtype), decode or decode_keeping()
     warm, batches = _prompts(recipe, target, prompts)
     base = warm_matrix(target, drafter, recipe, warm, decode)
-    trials = trials_of(settings or candidates(recipe, target.device.type), base)
+    trials = trials_of(settings or candidates(recipe, target.device.type, drafter), base)
     run = _runner(target, drafter, decode)
     trials = fitting(trials, run, batches[0])
     for number, batch in enumerate(batches[:GRID_BATCHES]):
@@ -166,18 +170,22 @@ def measured_grid(
 
 def shortfall(grid: list[dict[str, Any]], chosen: dict[str, Any]) -> float:
     """How far the chosen setting is below the best of a measured grid, as a share of the best."""
-    keys = ("decoder", "depth", "branch", "nodes", "gates", *POLICY)
+    keys = ("decoder", "depth", "branch", "nodes", "gates", "parallel", *POLICY)
     mine = next((row for row in grid if all(row[key] == chosen[key] for key in keys)), None)
     if mine is None:
         raise ValueError(f"{chosen['decoder']} ({chosen['shape']}) is not in the grid")
     return 1 - mine["tokens_per_s"] / max(row["tokens_per_s"] for row in grid)
 
 
-def candidates(recipe: Recipe, device: str) -> list[Settings]:
+def candidates(recipe: Recipe, device: str, drafter: Drafter | None = None) -> list[Settings]:
     """`ar`, lines of a few lengths, and one set of tree budgets for eagle, prune and graft, within the recipe's."""
     e = recipe.eval
     names = [recipe.decoder] if recipe.decoder else list(dict.fromkeys(e.decoders))
     gpu = device == "cuda"
+    lines: list[Settings] = []
+    if isinstance(drafter, FlexDraft):
+        lines = block_candidates(e, names, drafter.config.block_size - 1, gpu)
+        names = [name for name in names if name not in BLOCKED]
     shapes = [(n, d) for n, d in (TREES_GPU if gpu else TREES_CPU) if n <= e.nodes and d <= e.depth] or [
         (e.nodes, e.depth)
     ]
@@ -191,8 +199,25 @@ def candidates(recipe: Recipe, device: str) -> list[Settings]:
         if name in ("talon", "recycle"):
             small = [(n, k) for n, k in WIDE if n <= e.nodes]
             found += [settings_of(name, e, nodes=n, branch=min(e.branch, k)) for n, k in small]
-    roomy = [s for s in found if s.decoder in GATED and s.depth > 1 and s.nodes > 3]
-    return found + [replace(s, gates=tuple(min(0.9, HIGHER_GATES * g) for g in s.gates)) for s in roomy if any(s.gates)]
+    roomy = [s for s in found if s.decoder in GATED and s.depth > 1 and s.nodes > 3 and any(s.gates)]
+    found += [replace(s, gates=tuple(min(0.9, HIGHER_GATES * g) for g in s.gates)) for s in roomy]
+    return found + lines
+
+
+def block_candidates(e: EvalConfig, names: Sequence[str], most: int, gpu: bool) -> list[Settings]:
+    """Of a drafter of lines of `most` drafts: lengths, both modes unless the recipe names one, and thresholds. Where
+    shapes are fixed, a threshold saves `flex` nothing: the recipe's alone is tried."""
+    lengths = sorted({min(k, most) for k in (BLOCKS_GPU if gpu else CHAINS_CPU)})
+    modes = (False, True) if e.flex_mode == "auto" else (e.flex_mode == "parallel",)
+    cut = {"flex": (e.flex_threshold,) if gpu else tuple(sorted({e.flex_threshold, *THRESHOLDS}))}
+    cut |= dict.fromkeys(GATED, (e.gates[0],) if e.gates else THRESHOLDS)
+    found = []
+    for name in (name for name in BLOCKED if name in names):
+        for k, parallel in itertools.product(lengths, modes if name in PARALLEL else (False,)):
+            whole = settings_of(name, e, depth=k, nodes=k, branch=1, parallel=parallel)
+            bars = cut.get(name, ())[: 1 if name == "flex" and k == 1 else None]  # its one draft is always kept
+            found += [replace(whole, gates=(bar,)) for bar in bars] or [whole]
+    return found
 
 
 def warm_matrix(
@@ -258,17 +283,20 @@ def main(recipe: Recipe) -> None:
         return
     recipe = with_calibrated_gates(recipe)
     target, drafter, _ = load(recipe)
-    refuse_lines(drafter, "eval.tune")
+    recipe, found = fitted(recipe, drafter), []
     for size in batch_sizes(recipe.eval):
         sized = at_batch(recipe, size)
         tuned = tune(sized, target, drafter, prompts)
         tuned["grid"] = grid = measured_grid(sized, target, drafter, prompts)
         tuned["shortfall"] = shortfall(grid, tuned["chosen"])
         tunings.write(folder, tuned)
+        found.append(tuned)
         for row in grid:
             figures = f"tau {row['tau']:.2f}  {row['ms_per_round']:7.1f} ms  {row['tokens_per_s']:6.1f} tokens/s"
             print(f"{row['decoder']:6} {row['shape']:50} {figures}")
         print(f"batch {size}: {tunings.choice(tuned)}; {100 * tuned['shortfall']:.1f} % below the best of the grid")
+    if isinstance(drafter, FlexDraft):
+        print("\n".join(tunings.crossover(found)))
     print(f"written to {folder / tunings.FILE}")
 
 

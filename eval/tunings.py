@@ -55,6 +55,22 @@ def choice(tuning: Tuning) -> str:
     return f"{chosen['decoder']}, {chosen['shape']}" if chosen["decoder"] != "ar" else "off (nothing beats ar)"
 
 
+def crossover(found: list[Tuning]) -> list[str]:
+    """Of `flex` in each mode, the best of the measured grid at each batch size, in tokens/s: where one overtakes the
+    other is the crossover, and where `ar` is above both there is nothing to choose."""
+    lines = []
+    for tuning in found:
+        speeds = {"ar": 0.0, "sequential": 0.0, "parallel": 0.0}
+        for row in tuning["grid"]:
+            mode = ("parallel" if row["parallel"] else "sequential") if row["decoder"] == "flex" else row["decoder"]
+            if mode in speeds:
+                speeds[mode] = max(speeds[mode], row["tokens_per_s"])
+        figures = ", ".join(f"{mode} {speed:.1f}" for mode, speed in speeds.items() if speed)
+        best = max(speeds, key=lambda mode: speeds[mode])
+        lines.append(f"flex at batch {tuning['batch_size']}: {'off' if best == 'ar' else best} ({figures} tokens/s)")
+    return lines
+
+
 def _entries(path: Path) -> dict[str, Tuning]:
     """{batch size: entry}; nothing where there is no file, or one of an older Espalier, whose form is measured anew."""
     if not path.is_file():

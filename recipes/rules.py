@@ -31,7 +31,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "eagle.init_vocab": ("keep", "replace"),
     "flex.loss": ("soft", "hard"),
     "flex.parametrisation": ("full", "lora"),
-    "eval.flex_mode": ("parallel", "sequential"),
+    "eval.flex_mode": ("auto", "parallel", "sequential"),
     "eagle.objective": OBJECTIVES,
     "eagle.normaliser": NORMALISERS,
     "train.precision": ("auto", "fp32", "bf16", "fast"),

@@ -155,7 +155,7 @@ class EvalConfig:
     nodes: int = 60  # candidates, root not counted
     gates: list[float] = field(default_factory=list)  # after draft depths 1, 2, 6; empty = calibrated, else published
     matrix: str = "warm-5"  # cold | carried | warm-N | FILE.safetensors, which eval.calibrate writes
-    flex_mode: str = "sequential"  # of `flex`: parallel = the next block is drafted while this one is verified
+    flex_mode: str = "auto"  # sequential | parallel = drafts the next block in the verification | auto = as tuned
     flex_threshold: float = 0.01  # of `flex`: drafts are verified until their probabilities' product falls below it
     tune: bool = False  # choose decoder, depth, nodes by a measured cost curve on validation prompts first
     lossless: int = 0  # prompts whose greedy output is checked in fp32 against ar and transformers; 0 = all, -1 = none
