@@ -10,7 +10,7 @@ B batch, T tokens of a packed row, R mask rows, S key slots, H hidden, N heads, 
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -135,6 +135,16 @@ class DraftAttention(nn.Module):
         return {"q_norm": self.q_norm.to(dtype), "k_norm": self.k_norm.to(dtype)}
 
 
+Through = Callable[[Tensor, Tensor, Tensor], Any]
+
+
+class Outer(Linear):
+    """A linear map whose weights are also lent: ZeRO-3 gathers them for the time of a module's own forward."""
+
+    def forward(self, code: Tensor, through: Through | None = None) -> Any:
+        return super().forward(code) if through is None else through(code, self.weight, self.bias)
+
+
 class Calibrator(nn.Module):
     """Corrects the masks' logits once the bonus token is known, which they were computed without: an MLP on [embedding
     of the bonus token ; final normed state of the mask], added to the frozen head's logits. It starts from zero."""
@@ -142,17 +152,15 @@ class Calibrator(nn.Module):
     def __init__(self, hidden_size: int, rank: int, vocab_size: int) -> None:
         super().__init__()
         self.inner = Linear(2 * hidden_size, rank)
-        self.outer = Linear(rank, vocab_size)
+        self.outer = Outer(rank, vocab_size)
         nn.init.zeros_(self.outer.weight)
         nn.init.zeros_(self.outer.bias)
 
-    def code(self, bonus: Tensor, state: Tensor) -> Tensor:
-        """[..., H], [..., H] -> [..., r], which `outer` makes logits of."""
-        return nn.functional.silu(self.inner(torch.cat((bonus.to(state.dtype), state), -1)))
-
-    def forward(self, bonus: Tensor, state: Tensor) -> Tensor:
-        out: Tensor = self.outer(self.code(bonus, state))
-        return out
+    def forward(self, bonus: Tensor, state: Tensor, through: Through | None = None) -> Any:
+        """[..., H], [..., H] -> [..., V], or what `through` makes of the code [..., r] that logits are made of, and of
+        the weight [V, r] and bias [V] that make them."""
+        code = nn.functional.silu(self.inner(torch.cat((bonus.to(state.dtype), state), -1)))
+        return self.outer(code, through)
 
 
 class FlexDraft(nn.Module):

@@ -11,9 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from any folder
 
+from torch import nn
+
 from data_prep.run import Prepared
+from eval.drafters import Drafter
 from models.flex_layout import check_flexdraft, is_flexdraft, load_flexdraft
-from models.flexdraft import FlexDraft
+from models.flexdraft import Calibrator, FlexDraft
 from models.source import Source
 from models.target import Target
 from models.weights import weights_hash
@@ -22,13 +25,15 @@ from recipes.files import run_folder
 from recipes.schema import Recipe, UserError
 from train import run
 from train.cost import calibrator_cost, kept_features
-from train.flex_objective import FlexLoss
-from train.flexdraft import FlexFamily, refuse_sharded
+from train.flex_objective import CalibratorLoss, Learning
+from train.flexdraft import FlexFamily
 from train.objective import Objective
 
 
 class CalibratorFamily(FlexFamily):
     title = "Calibrated FlexDraft"
+    partitions = True  # the calibrator alone is trained
+    whole: FlexDraft  # the masks, with a calibrator
 
     def check(self, recipe: Recipe, source: Source | None) -> None:
         super().check(recipe, source)
@@ -55,16 +60,17 @@ class CalibratorFamily(FlexFamily):
     def objective(
         self, recipe: Recipe, target: Target, teacher: Target, prepared: Prepared, bf16: bool
     ) -> tuple[Objective, Prepared]:
-        refuse_sharded(target)
         masks = load_flexdraft(start_of(recipe), target, adapters=True)
-        drafter = FlexDraft(replace(masks.config, calibrator_rank=recipe.flex.calibrator_rank)).to(target.device)
+        self.whole = FlexDraft(replace(masks.config, calibrator_rank=recipe.flex.calibrator_rank)).to(target.device)
         learned = {name: t for name, t in masks.state_dict().items() if not name.startswith("calibrator.")}
-        drafter.load_state_dict(drafter.state_dict() | learned)
-        drafter.requires_grad_(False)
-        assert drafter.calibrator is not None
-        drafter.calibrator.requires_grad_(True)
-        loss = FlexLoss(drafter, teacher, recipe.flex, recipe.seed, bf16, kept_features(recipe))
-        return loss, prepared
+        self.whole.load_state_dict(self.whole.state_dict() | learned)
+        learning = Learning(recipe.flex, recipe.seed, bf16, kept_features(recipe))
+        return CalibratorLoss(self.whole.eval(), teacher, learning), prepared
+
+    def drafter(self, trained: nn.Module) -> Drafter:
+        assert isinstance(trained, Calibrator)
+        self.whole.calibrator = trained
+        return self.whole
 
 
 def start_of(recipe: Recipe) -> Path:

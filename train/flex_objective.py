@@ -18,7 +18,7 @@ from torch import Tensor
 
 from data_prep.supervision import supervised
 from models.attention import Documents
-from models.flexdraft import FlexDraft, Groups, Keys, late_keys
+from models.flexdraft import Calibrator, FlexDraft, FlexDraftConfig, Groups, Keys, late_keys
 from models.target import Target
 from recipes.schema import FlexConfig
 from train.batches import Batch
@@ -43,6 +43,16 @@ class FlexInputs(NamedTuple):
     next_n: Tensor
     bonus_n: Tensor  # the token that stands at its group's mask 0
     any: bool  # False: no mask is supervised, and the one that is there counts for nothing
+    hidden_nH: Tensor | None = None  # final normed states of the supervised masks, where these are frozen
+
+
+class Learning(NamedTuple):
+    """How a run learns, besides its target."""
+
+    cfg: FlexConfig
+    seed: int = 0
+    bf16: bool = False
+    keep_bytes: int = 0  # of the target's keys and states, kept over the epochs
 
 
 def draw_anchors(valid: Tensor, count: int, seed: tuple[int, int, int]) -> list[int]:
@@ -88,38 +98,28 @@ class LateTeacher:
         return found
 
 
-class FlexLoss(Objective):
-    """FlexDraft's attention tuning over one micro-batch."""
+class MaskLoss(Objective):
+    """What a group of masks is asked to say in one micro-batch, whatever of it learns."""
 
-    drafter: FlexDraft
-
-    def __init__(
-        self,
-        drafter: FlexDraft,
-        target: Target,
-        cfg: FlexConfig,
-        seed: int = 0,
-        bf16: bool = False,
-        keep_bytes: int = 0,
-    ) -> None:
+    def __init__(self, config: FlexDraftConfig, target: Target, learning: Learning) -> None:
         super().__init__()
-        self.teacher = LateTeacher(target, drafter.config.split_layer, keep_bytes)
-        self.drafter, self.target, self.cfg, self.seed, self.bf16 = drafter, target, cfg, seed, bf16
-        self.steps = drafter.config.block_size - 1
-        self.weights = step_weights(self.steps, math.exp(-1 / cfg.gamma))
+        self.config, self.target, self.learning = config, target, learning
+        self.teacher = LateTeacher(target, config.split_layer, learning.keep_bytes)
+        self.steps = config.block_size - 1
+        self.weights = step_weights(self.steps, math.exp(-1 / learning.cfg.gamma))
 
     @torch.no_grad()
     def prepare(self, batch: Batch) -> FlexInputs:
         device = self.target.device
         documents, spoken_ST = Documents(batch.lengths, device), supervised(batch.answer_T, self.steps)
         anchors = [
-            draw_anchors(spoken_ST[0, span], self.cfg.anchors, (self.seed, batch.epoch, row))
+            draw_anchors(spoken_ST[0, span], self.learning.cfg.anchors, (self.learning.seed, batch.epoch, row))
             for span, row in zip(documents.spans, batch.rows, strict=bool(batch.rows))
         ]
         found = any(anchors)
         if not found:  # a group that counts for nothing
             anchors = [[0]] + [[] for _ in batch.lengths[1:]]
-        groups = Groups(documents, anchors, self.drafter.config.block_size)
+        groups = Groups(documents, anchors, self.config.block_size)
         at_G = torch.tensor([span.start + a for span, own in zip(documents.spans, anchors, strict=True) for a in own])
         supervised_SG = spoken_ST[:, at_G]
         step_n, group_n = supervised_SG.nonzero().unbind(1) if found else (torch.zeros(1, dtype=torch.int64),) * 2
@@ -140,15 +140,29 @@ class FlexLoss(Objective):
     def counts(self, inputs: FlexInputs) -> Tensor:
         return inputs.supervised_SG.sum(1)
 
-    def forward(self, x: FlexInputs, counts_S: Tensor) -> tuple[Tensor, Tensor]:
+    def states(self, masks: FlexDraft, x: FlexInputs) -> Tensor:
+        """Final normed states of the supervised masks [n, H]."""
+        states_RH = masks.groups(self.target, x.keys, x.groups)
+        return states_RH.index_select(0, x.group_n * x.groups.size + 1 + x.step_n)
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.learning.bf16)
+
+    def judged(
+        self, x: FlexInputs, counts_S: Tensor, hidden_nH: Tensor, calibrator: Calibrator | None
+    ) -> tuple[Tensor, Tensor]:
         """This micro-batch's share of the optimiser step's loss, whose means divide by `counts`; metric sums [5, S]."""
         device, steps = self.target.device, self.steps
         scale_S = torch.tensor(self.weights, device=device) / counts_S.clamp(min=1) * x.any
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.bf16):
-            states_RH = self.drafter.groups(self.target, x.keys, x.groups)
-            hidden_nH = states_RH.index_select(0, x.group_n * x.groups.size + 1 + x.step_n)
-            wanted = Wanted(x.final_mH, x.teacher, x.teacher_n, x.next_n, scale_S[x.step_n], self.cfg.loss == "soft")
-            loss, loss_n, guess_n = head_loss(self.target, wanted, hidden_nH, self._added(x, hidden_nH))
+        soft = self.learning.cfg.loss == "soft"
+        wanted = Wanted(x.final_mH, x.teacher, x.teacher_n, x.next_n, scale_S[x.step_n], soft)
+
+        def through(*added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return head_loss(self.target, wanted, hidden_nH, *added)
+
+        bonus = None if calibrator is None else self.target.embed(x.bonus_n)
+        found = through() if calibrator is None else calibrator(bonus, hidden_nH, through)
+        loss, loss_n, guess_n = found
         hit_n = (guess_n == x.next_n) & x.any
         match_SG = torch.zeros_like(x.supervised_SG)
         match_SG[x.step_n, x.group_n] = hit_n
@@ -159,26 +173,16 @@ class FlexLoss(Objective):
         sums[AT_RISK], sums[SURVIVED] = survival(match_SG, x.supervised_SG)
         return loss, sums
 
-    def _added(self, x: FlexInputs, hidden_nH: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        calibrator = self.drafter.calibrator
-        if calibrator is None:
-            return None
-        code_nr = calibrator.code(self.target.embed(x.bonus_n), hidden_nH)
-        return code_nr, calibrator.outer.weight, calibrator.outer.bias
-
-    def arithmetic(self, sums: Tensor, tokens: int, pairs: int) -> Arithmetic:
-        """Of every group's masks: the learned products three times over, the frozen ones twice (their weights have no
-        gradient), the prefix as long as rows are on average. Adapters' own products are too small to count."""
-        c, target = self.drafter.config, self.target
-        masks, predicting = int(sums[SUPERVISED, 0]) * c.block_size, int(sums[SUPERVISED].sum())
-        hidden, wide = c.hidden_size, c.num_attention_heads * c.head_dim
-        learned = 2 * hidden * (wide + c.num_key_value_heads * c.head_dim)
-        seen = 2 * wide * (pairs / max(1, tokens) + c.block_size)
-        frozen = 3 * hidden * int(target.config.intermediate_size)
+    def work(self, sums: Tensor, tokens: int, pairs: int, learned: int, seen: int, frozen: int) -> float:
+        """Products of every group's masks in the late layers, so many times each kind: of the projections, of the
+        attention (over a prefix as long as rows are on average) and of the feed-forward blocks."""
+        c, target = self.config, self.target
+        masks, hidden, wide = int(sums[SUPERVISED, 0]) * c.block_size, c.hidden_size, c.num_attention_heads * c.head_dim
+        projections = 2 * hidden * (wide + c.num_key_value_heads * c.head_dim)
+        attention = 2 * wide * (pairs / max(1, tokens) + c.block_size)
+        blocks = 3 * hidden * int(target.config.intermediate_size)
         layers = c.target_layers - c.split_layer
-        head = predicting * hidden * c.vocab_size
-        work = 2.0 * (layers * masks * ((2 if c.lora_rank else 3) * learned + 3 * seen + 2 * frozen) + 2 * head)
-        return Arithmetic(work, target_arithmetic(target, tokens, predicting, pairs))
+        return 2.0 * layers * masks * (learned * projections + seen * attention + frozen * blocks)
 
     def metrics(self, sums: Tensor) -> dict[str, Any]:
         """Accuracies are against the row's own tokens, which at temperature 0 are the target's arg-max."""
@@ -190,3 +194,56 @@ class FlexLoss(Objective):
             "simulated_tau": round(tau_from_counts(sums[AT_RISK], sums[SURVIVED]), 5),
             "supervised": int(sums[SUPERVISED].sum()),
         }
+
+
+class FlexLoss(MaskLoss):
+    """FlexDraft's attention tuning, alone or with its calibrator."""
+
+    drafter: FlexDraft
+
+    def __init__(self, drafter: FlexDraft, target: Target, learning: Learning) -> None:
+        super().__init__(drafter.config, target, learning)
+        self.drafter = drafter
+
+    def forward(self, x: FlexInputs, counts_S: Tensor) -> tuple[Tensor, Tensor]:
+        with self.autocast():
+            return self.judged(x, counts_S, self.states(self.drafter, x), self.drafter.calibrator)
+
+    def arithmetic(self, sums: Tensor, tokens: int, pairs: int) -> Arithmetic:
+        """Learned products three times over, frozen ones twice: their weights have no gradient. What adapters and a
+        calibrator multiply is too small to count."""
+        predicting = int(sums[SUPERVISED].sum())
+        head = 4.0 * predicting * self.config.hidden_size * self.config.vocab_size
+        masks = self.work(sums, tokens, pairs, 2 if self.config.lora_rank else 3, 3, 2)
+        return Arithmetic(masks + head, target_arithmetic(self.target, tokens, predicting, pairs))
+
+
+class CalibratorLoss(MaskLoss):
+    """The calibrator's fit: the masks are frozen, so that they run without a gradient beside the target."""
+
+    drafter: Calibrator
+
+    def __init__(self, masks: FlexDraft, target: Target, learning: Learning) -> None:
+        super().__init__(masks.config, target, learning)
+        assert masks.calibrator is not None
+        self.frozen = [masks]  # in a list it is no part of this module, which a backend takes apart
+        self.drafter = masks.calibrator
+
+    @torch.no_grad()
+    def prepare(self, batch: Batch) -> FlexInputs:
+        x = super().prepare(batch)
+        with self.autocast():
+            return x._replace(hidden_nH=self.states(self.frozen[0], x), keys={})
+
+    def forward(self, x: FlexInputs, counts_S: Tensor) -> tuple[Tensor, Tensor]:
+        assert x.hidden_nH is not None
+        with self.autocast():
+            return self.judged(x, counts_S, x.hidden_nH, self.drafter)
+
+    def arithmetic(self, sums: Tensor, tokens: int, pairs: int) -> Arithmetic:
+        """The masks count as the target's: both run forward alone."""
+        c, predicting = self.config, int(sums[SUPERVISED].sum())
+        inner, outer = 2 * c.hidden_size * c.calibrator_rank, c.calibrator_rank * c.vocab_size
+        own = 2.0 * predicting * (2 * inner + 3 * outer + c.hidden_size * c.vocab_size)
+        late = self.work(sums, tokens, pairs, 1, 1, 1)
+        return Arithmetic(own, target_arithmetic(self.target, tokens, predicting, pairs) + late)

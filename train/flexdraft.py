@@ -23,7 +23,7 @@ from recipes.cli import entry
 from recipes.schema import Recipe, UserError
 from train import run
 from train.cost import flexdraft_cost, kept_features
-from train.flex_objective import FlexLoss
+from train.flex_objective import FlexLoss, Learning
 from train.objective import Objective
 
 SEEN = 8  # rows that the mask vector starts from
@@ -32,8 +32,11 @@ SEEN = 8  # rows that the mask vector starts from
 class FlexFamily(run.Family):
     title, part = "FlexDraft", "flex"
     partitions = False  # masks go through its modules' parts, which ZeRO-3 does not see
+    shards = False  # they run through the target's layers, whole ones
 
     def check(self, recipe: Recipe, source: Source | None) -> None:
+        if recipe.target.shard == "always":
+            raise UserError("FlexDraft's masks run through layers of the target, whole ones. Use target.shard=never")
         if recipe.data.states != "none":
             raise UserError(
                 "data.states keeps what EAGLE-3 reads; FlexDraft reads keys of the late layers: set it to none"
@@ -47,22 +50,15 @@ class FlexFamily(run.Family):
     def objective(
         self, recipe: Recipe, target: Target, teacher: Target, prepared: Prepared, bf16: bool
     ) -> tuple[Objective, Prepared]:
-        refuse_sharded(target)
         cfg = recipe.flex
         ranks = cfg.calibrator_rank * cfg.calibrator, cfg.lora_rank * (cfg.parametrisation == "lora")
         drafter = FlexDraft(FlexDraftConfig.from_target(target, cfg.layers, cfg.block_size, *ranks)).to(target.device)
         drafter.init_from_target(target, [ids for ids, _ in first_rows(prepared.train)])
-        loss = FlexLoss(drafter, teacher, cfg, recipe.seed, bf16, kept_features(recipe))
-        return loss, prepared
+        return FlexLoss(drafter, teacher, Learning(cfg, recipe.seed, bf16, kept_features(recipe))), prepared
 
     def save(self, drafter: Drafter, folder: Path, papers: dict[str, Any]) -> None:
         assert isinstance(drafter, FlexDraft)
         save_flexdraft(drafter, folder, papers)
-
-
-def refuse_sharded(target: Target) -> None:
-    if target.sharded:
-        raise UserError("FlexDraft's masks run through layers of the target, whole ones. Use target.shard=never")
 
 
 def first_rows(rows: Rows) -> list[Any]:

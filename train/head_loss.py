@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from models.sampling import best_and_mass
 from models.target import Target
+from train.losses import Loss, judge
 
 CHUNK = 2**25  # logits (float32) that exist at once
 
@@ -33,53 +35,53 @@ class _Head(torch.autograd.Function):
         wide = torch.promote_types(hidden_nH.dtype, torch.float32)
         loss_n = torch.empty(len(hidden_nH), dtype=wide, device=hidden_nH.device)
         guess_n, slopes = torch.empty_like(wanted.next_n), [torch.zeros_like(t) for t in (hidden_nH, *added)]
-        size = max(1, CHUNK // target.vocab_size)
+        size, learns = max(1, CHUNK // target.vocab_size), ctx.needs_input_grad[2]
         for start in range(0, len(hidden_nH), size):
             part = slice(start, min(start + size, len(hidden_nH)))
             frozen_cV = logits_cV = target.logits(hidden_nH[part])
             if added:
                 code, weight, bias = (t.to(logits_cV.dtype) for t in (added[0][part], *added[1:]))
                 logits_cV = torch.addmm(bias, code, weight.T).add_(frozen_cV)
-            loss_n[part], guess_n[part], slope_cV = _slope(target, wanted, part, logits_cV.to(wide))
+            copied = logits_cV is frozen_cV and target.final_softcap is not None  # whose slope asks for it again
+            slope_cV = logits_cV.to(wide, copy=copied)
+            loss_n[part], guess_n[part] = _judge(target, wanted, part, slope_cV)
             if added:
                 narrow = slope_cV.to(logits_cV.dtype)
                 slopes[1][part] = (narrow @ weight).to(slopes[1].dtype)
                 slopes[2] += narrow.T @ code
                 slopes[3] += slope_cV.sum(0)
-            if target.final_softcap is not None:
-                slope_cV.mul_(1 - (frozen_cV.to(wide) / target.final_softcap) ** 2)
-            slopes[0][part] = slope_cV.to(hidden_nH.dtype) @ target.head_weight
+            if learns:
+                if target.final_softcap is not None:
+                    slope_cV.mul_(1 - (frozen_cV.to(wide) / target.final_softcap) ** 2)
+                slopes[0][part] = slope_cV.to(hidden_nH.dtype) @ target.head_weight
         ctx.save_for_backward(*slopes)
         ctx.mark_non_differentiable(loss_n, guess_n)
         return (loss_n * wanted.weight_n).sum(), loss_n, guess_n
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(slope * gradients[0].to(slope.dtype) for slope in ctx.saved_tensors)
+        slopes = (slope * gradients[0].to(slope.dtype) for slope in ctx.saved_tensors)
+        return None, None, *slopes
 
 
-def _slope(target: Target, wanted: Wanted, part: slice, logits_cV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cross-entropy and arg-max of a chunk's slots [c], and the weighted loss's gradient by their logits [c, V]."""
-    log_q = logits_cV.log_softmax(-1)
-    guess_c = log_q.argmax(-1)
+def _judge(target: Target, wanted: Wanted, part: slice, logits_cV: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and arg-max of a chunk's slots [c]; the weighted loss's gradient is written over their logits."""
     if wanted.soft:
         first, last = wanted.teacher[part.start], wanted.teacher[part.stop - 1]
-        p = target.logits(wanted.final_mH[first : last + 1]).to(log_q.dtype).softmax(-1)
-        p = p.index_select(0, wanted.teacher_n[part] - first)
-        loss_c = -(p * log_q).sum(-1)
-        slope_cV = log_q.exp_().sub_(p)
-    else:
-        following = wanted.next_n[part].unsqueeze(1)
-        loss_c = -log_q.gather(1, following).squeeze(1)
-        slope_cV = log_q.exp_()
-        slope_cV.scatter_add_(1, following, slope_cV.new_full((len(slope_cV), 1), -1.0))
-    return loss_c, guess_c, slope_cV.mul_(wanted.weight_n[part].unsqueeze(1))
+        teacher = target.logits(wanted.final_mH[first : last + 1])
+        lse = best_and_mass(teacher)[1]
+        judged = judge(logits_cV, teacher, wanted.teacher_n[part] - first, lse, wanted.weight_n[part], Loss())
+        return judged.loss_n, judged.guess_n
+    log_q, following = logits_cV.log_softmax(-1), wanted.next_n[part].unsqueeze(1)
+    guess_c, loss_c = log_q.argmax(-1), -log_q.gather(1, following).squeeze(1)
+    torch.exp(log_q, out=logits_cV)
+    logits_cV.scatter_add_(1, following, logits_cV.new_full((len(logits_cV), 1), -1.0))
+    logits_cV.mul_(wanted.weight_n[part].unsqueeze(1))
+    return loss_c, guess_c
 
 
-def head_loss(
-    target: Target, wanted: Wanted, hidden_nH: Tensor, added: tuple[Tensor, Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def head_loss(target: Target, wanted: Wanted, hidden_nH: Tensor, *added: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(the weighted sum [], each slot's cross-entropy [n], each slot's arg-max [n]) of final normed states under the
     target's head, which is frozen. `added`: code [n, r], weight [V, r] and bias [V] of learned logits besides."""
-    loss, loss_n, guess_n = _Head.apply(target, wanted, hidden_nH, *(added or ()))
+    loss, loss_n, guess_n = _Head.apply(target, wanted, hidden_nH, *added)
     return loss, loss_n, guess_n

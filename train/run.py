@@ -62,6 +62,7 @@ class Family:
     title = ""  # as people call it
     part = ""  # the group of the recipe that tells its runs apart
     partitions = True  # its parameters may be cut over the processes (ZeRO-3)
+    shards = True  # and so may the target
 
     def check(self, recipe: Recipe, source: Source | None) -> None:
         """Refuse what can be refused before anything loads; `source` is None in a dry run alone."""
@@ -83,6 +84,11 @@ class Family:
     def read_from(self, store: StoredTeacher, objective: Objective) -> None:
         """Train from the target's states on disk (`data.states`)."""
         raise NotImplementedError
+
+    def drafter(self, trained: Any) -> Drafter:
+        """What decodes, around what was trained: by itself the same."""
+        whole: Drafter = trained
+        return whole
 
     def save(self, drafter: Drafter, folder: Path, papers: dict[str, Any]) -> None:
         """Export, with provenance.json made of `papers`."""
@@ -122,7 +128,7 @@ def train(recipe: Recipe, family: Family, folder: Path, source: Source, prompts:
     main = accelerator.is_main_process
     if zero_stage(accelerator) == 3 and not family.partitions:
         raise UserError(f"DeepSpeed ZeRO-3 is not for {family.title}. Use recipes/accelerate/zero2.yaml")
-    target = load(recipe, accelerator, device, dtype)
+    target = load(recipe, accelerator, device, dtype, family.shards)
     prepared = led(target, main, lambda: prepare(recipe, loader(recipe, target), source))
     told: list[Any] = [str(prepared.folder) if prepared else "", use_bf16(recipe, device)]
     shared_folder, bf16 = broadcast_object_list(told)  # what a short timing says must hold for all
@@ -141,13 +147,16 @@ def train(recipe: Recipe, family: Family, folder: Path, source: Source, prompts:
         family.read_from(StoredTeacher(teacher, StateStore(layout)), objective)
     loop = Loop(recipe, objective, prepared.train, accelerator, folder)
 
-    def score(drafter: Drafter) -> float | None:
-        return led(target, main, lambda: harness.validation_tau(recipe, target, drafter, prepared.validation_prompts))
+    def score(trained: Any) -> float | None:
+        drafter, held_out = family.drafter(trained), prepared.validation_prompts
+        return led(target, main, lambda: harness.validation_tau(recipe, target, drafter, held_out))
 
     wanted = recipe.eval.each_epoch and len(prepared.validation_prompts) > 0
     state = loop.run(identity, score if wanted else None, asdict(recipe))
-    best = loop.whole.to(device)
+    trained = loop.whole.to(device)
+    best = family.drafter(trained)
     if main:
+        load_best(Store(folder), trained)
         export(recipe, family, folder, source, prepared, best, state)
     led(target, main, lambda: report(recipe, family, folder, target, best, state, prompts, loop.packing()))
     accelerator.end_training()
@@ -162,8 +171,8 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def load(recipe: Recipe, accelerator: Accelerator, device: torch.device, dtype: torch.dtype) -> Target:
-    if not shards_target(recipe, accelerator):
+def load(recipe: Recipe, accelerator: Accelerator, device: torch.device, dtype: torch.dtype, shards: bool) -> Target:
+    if not (shards and shards_target(recipe, accelerator)):
         return load_target(recipe.target, device, dtype)
     turns = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return load_sharded(recipe.target, device, dtype, accelerator.local_process_index, turns)
@@ -227,15 +236,19 @@ def identify(recipe: Recipe, family: Family, source: Source, prepared: Prepared)
     return run_identity(recipe, family.part, **hashes(source), **family.hashes(recipe), **prepared_hashes)
 
 
+def load_best(store: Store, trained: Any) -> None:
+    step = store.named("best")
+    assert step is not None, "the end of training always names a best checkpoint"
+    trained.load_state_dict(store.model(step))
+    trained.eval()
+
+
 def export(
     recipe: Recipe, family: Family, folder: Path, source: Source, prepared: Prepared, drafter: Drafter, state: State
 ) -> None:
-    """Put the best checkpoint into the drafter and write it in its family's layout, with its model card."""
-    store = Store(folder)
-    step = store.named("best")
-    assert step is not None, "the end of training always names a best checkpoint"
-    drafter.load_state_dict(store.model(step))
-    drafter.eval()
+    """Write the drafter, which is that of the best checkpoint, in its family's layout, with its model card."""
+    step = Store(folder).named("best")
+    assert step is not None
     papers = provenance(recipe, source, prepared) | {
         "fingerprint": source.fingerprint,
         "step": step,

@@ -13,7 +13,7 @@ from recipes.schema import FlexConfig
 from tests.train import tiny_run
 from train import head_loss
 from train.batches import load_batch
-from train.flex_objective import FlexLoss, draw_anchors
+from train.flex_objective import CalibratorLoss, FlexLoss, Learning, draw_anchors
 
 SIZE = 4
 
@@ -28,7 +28,7 @@ def objective(
         for parameter in drafter.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     cfg = FlexConfig(layers=3, block_size=SIZE, anchors=anchors, gamma=2.0, loss=kind)
-    return FlexLoss(drafter, target, cfg, keep_bytes=keep_bytes)
+    return FlexLoss(drafter, target, Learning(cfg, keep_bytes=keep_bytes))
 
 
 def naive(loss: FlexLoss, rows: Rows, indices: list[int]) -> tuple[Tensor, list[float]]:
@@ -42,7 +42,7 @@ def naive(loss: FlexLoss, rows: Rows, indices: list[int]) -> tuple[Tensor, list[
         found = [a for a in range(len(ids) - 2) if answer[a + 1] == answer[a + 2] != 0]
         valid = torch.tensor([a in found for a in range(len(ids))])
         teacher = target.logits(target.features(ids.unsqueeze(0)).final_BTH[0])
-        for anchor in draw_anchors(valid, loss.cfg.anchors, (0, 0, r)):
+        for anchor in draw_anchors(valid, loss.learning.cfg.anchors, (0, 0, r)):
             cache = target.new_cache(1, 128)
             target.prefill(ids[None, : anchor + 1], [anchor + 1], cache)
             logits = drafter.logits(target, drafter.block(target, cache), ids[anchor + 1, None])[0]
@@ -51,7 +51,7 @@ def naive(loss: FlexLoss, rows: Rows, indices: list[int]) -> tuple[Tensor, list[
                     break
                 log_q, following = logits[j].log_softmax(-1), ids[anchor + 1 + j]
                 p = teacher[anchor + j].softmax(-1)
-                terms[j - 1].append(-(p * log_q).sum() if loss.cfg.loss == "soft" else -log_q[following])
+                terms[j - 1].append(-(p * log_q).sum() if loss.learning.cfg.loss == "soft" else -log_q[following])
                 right[j - 1] += int(log_q.argmax() == following)
     weights = [math.exp(-j / 2.0) for j in range(steps)]
     means = [w / sum(weights) * torch.stack(t).mean() for w, t in zip(weights, terms, strict=True)]
@@ -93,6 +93,24 @@ def test_the_gradient_is_that_of_plain_cross_entropy(
     assert len(found) == 1 + 4 * 3 + (4 if calibrator else 0)
     for name, parameter in loss.drafter.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, atol=1e-6, rtol=1e-4)
+
+
+def test_a_calibrator_alone_has_the_loss_and_gradient_of_one_that_learns_with_the_masks(target: Target) -> None:
+    """Its masks run without a gradient, when micro-batches are prepared."""
+    both = objective(target, calibrator=6)
+    alone = CalibratorLoss(both.drafter, target, both.learning)
+    batch, found = load_batch(tiny_run.rows(), [3, 5]), []
+    for loss in (both, alone):
+        loss.zero_grad()
+        x = loss.prepare(batch)
+        value, sums = loss(x, loss.counts(x))
+        value.backward()
+        calibrator = both.drafter.calibrator
+        assert calibrator is not None
+        gradients = [p.grad.clone() for p in calibrator.parameters() if p.grad is not None]
+        found.append((value.detach(), sums, gradients))
+    torch.testing.assert_close(found[0], found[1])
+    assert len(found[1][2]) == 4 == len([*alone.parameters()])
 
 
 def test_anchors_have_two_supervised_tokens_behind_them_and_change_with_the_epoch(target: Target) -> None:
