@@ -30,8 +30,8 @@ def refuse_lines(drafter: Drafter, command: str) -> None:
 
 def fitted(recipe: Recipe, drafter: Drafter | None) -> Recipe:
     """The recipe as this drafter can serve it. For one that drafts lines, decoders that want trees are left out, `flex`
-    stands for EAGLE's own, no draft is longer than a block, and all are greedy unless the recipe says otherwise; for
-    others `flex` and its mode are left out."""
+    stands for EAGLE's own, all lines are as long as `chain`'s, within a block, and all are greedy unless the recipe
+    says otherwise; for others `flex` and its mode are left out."""
     e, lines = recipe.eval, isinstance(drafter, FlexDraft)
     served = BLOCKED if lines else GROWN
     if drafter is not None and recipe.decoder in DRAFTED and recipe.decoder not in served:
@@ -42,6 +42,6 @@ def fitted(recipe: Recipe, drafter: Drafter | None) -> Recipe:
     if not isinstance(drafter, FlexDraft):
         return replace(recipe, eval=replace(e, decoders=names, flex_mode="sequential"))
     most = drafter.config.block_size - 1
-    length, depth = min(e.chain_length, most), min(e.depth, most)
+    length = min(e.chain_length, most)
     greedy = {} if e.verifier != "auto" or e.draft_temperature else {"verifier": "match", "draft_temperature": 0.0}
-    return replace(recipe, eval=replace(e, decoders=names, chain_length=length, depth=depth, **greedy))
+    return replace(recipe, eval=replace(e, decoders=names, chain_length=length, depth=length, **greedy))

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from data_prep.loops import is_loop
 from data_prep.prompts import Prompt
-from eval import lossless, picture, report, results, tune
+from eval import flex_report, lossless, picture, report, results, tune
 from eval.decode import Decoded, decode_keeping
 from eval.drafters import Drafter, fitted
 from eval.matrix import SuccessorMatrix
@@ -128,9 +128,11 @@ def evaluate(
         measure(bench, prompts)
         flag_loops(bench.outcomes)
         checks = lossless.check(bench, load_fp32)
+        calibration = flex_report.calibration(bench, UNTIMED_BATCH[target.device.type])
     tables = results.build(bench, checks, tuned, drafter_name)
     if out is not None:
-        report.write(tables, tuned, out, sizes, attempt(partial(picture.sketch, bench)) if draws else None)
+        tree = attempt(partial(picture.sketch, bench)) if draws else None
+        report.write(tables, tuned, out, sizes, tree, calibration)
     report.summary(tables, out)
     return tables
 

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval import picture, plots, tunings
+from eval import flex_report, picture, plots, tunings
 from eval.picture import Sketch
 from eval.verdict import Table, interval_text, judged, named, times, verdict
 from recipes.files import make_folder, write_json, write_text
 from recipes.schema import DECODERS
 
-PICTURE, TREE = "report.png", "tree.png"
+Size = dict[str, Any]
+PICTURE, TREE, CALIBRATION = "report.png", "tree.png", "calibration.json"
 TAU = (
     "tau = tokens emitted by rounds / rounds, summed over prompts: accepted drafts plus the target's own token; the "
     "token of prefill belongs to no round, and what is cut at the end token or at max_new_tokens does not count. "
@@ -37,8 +38,9 @@ def write(
     tables: list[Table],
     tuned: dict[str, Any] | None,
     out: Path,
-    sizes: Sequence[dict[str, Any]] = (),
+    sizes: Sequence[Size] = (),
     tree: Sketch | None = None,
+    calibration: dict[str, Any] | None = None,
 ) -> None:
     """results.json (the headline decoder), results-NAME.json for each, pictures, report.md last; each file whole."""
     make_folder(out)
@@ -53,7 +55,10 @@ def write(
     if tree is not None:
         picture.draw(tree, out / TREE)
     write_json(out / "results.json", headline(tables))
-    write_text(out / "report.md", page(tables, tuned, sizes, tree is not None))
+    more = [flex_report.section(calibration)] if calibration is not None else []
+    if more:
+        write_json(out / CALIBRATION, calibration)
+    write_text(out / "report.md", page(tables, tuned, sizes, tree is not None, *more))
 
 
 def clear(out: Path) -> None:
@@ -62,7 +67,8 @@ def clear(out: Path) -> None:
     if not (out / "report.md").is_file():
         return
     ours = re.compile(rf"results(-({'|'.join(DECODERS)}|graft-cold|chain-\d+))?\.json")
-    names = {"report.md", "batches.json", PICTURE, TREE} | (set() if (out / "config.json").exists() else {tunings.FILE})
+    names = {"report.md", "batches.json", CALIBRATION, PICTURE, TREE}
+    names |= set() if (out / "config.json").exists() else {tunings.FILE}
     for path in [out / "report.md", *out.iterdir()]:  # the page first: it stands for the whole
         if path.name in names or ours.fullmatch(path.name):
             path.unlink(missing_ok=True)
@@ -74,7 +80,7 @@ def headline(tables: list[Table]) -> Table:
 
 
 def page(
-    tables: list[Table], tuned: dict[str, Any] | None, sizes: Sequence[dict[str, Any]] = (), tree: bool = False
+    tables: list[Table], tuned: dict[str, Any] | None, sizes: Sequence[Size] = (), tree: bool = False, *more: str
 ) -> str:
     """report.md."""
     sections = [
@@ -85,6 +91,7 @@ def page(
         f"![one round's draft tree: grafted nodes coloured, the accepted path marked]({TREE})" if tree else "",
         "## By batch size\n\n" + batch_table(sizes) if sizes else "",
         "## What brings it\n\n" + "\n".join(f"- {line}" for line in parts(tables)),
+        *more,
         "## By category\n\n" + category_table(tables),
         "## Is the output the target's own?\n\n" + "\n".join(f"- {line}" for line in lossless_lines(tables)),
         "## How it was measured\n\n" + "\n".join(f"- {line}" for line in method(tables, tuned)),
@@ -121,7 +128,7 @@ def main_table(tables: list[Table]) -> str:
     return "\n".join(rows)
 
 
-def batch_table(sizes: Sequence[dict[str, Any]]) -> str:
+def batch_table(sizes: Sequence[Size]) -> str:
     """A row a batch size: tokens/s of the whole batch, and the speed-up over `ar` at that size."""
     labels = list(dict.fromkeys(label for size in sizes for label in size["decoders"]))
     rows = ["| batch | " + " | ".join(labels) + " | the tuner's choice |", "|---" * (2 + len(labels)) + "|"]
@@ -177,8 +184,9 @@ def parts(tables: list[Table]) -> list[str]:
 
 
 def retrieval(tables: list[Table]) -> list[str]:
-    """graft beside eagle at the same budget, and where graft's accepted drafts came from."""
-    graft, eagle, cold = named(tables, "graft"), named(tables, "eagle"), named(tables, "graft-cold")
+    """graft beside what is drafted alone at the same budget, and where graft's accepted drafts came from."""
+    graft, cold, flex = named(tables, "graft"), named(tables, "graft-cold"), named(tables, "flex")
+    alone = named(tables, "eagle") if flex is None else flex
     if graft is None:
         return []
     f = judged(graft)
@@ -190,13 +198,12 @@ def retrieval(tables: list[Table]) -> list[str]:
         else "none"
     )
     lines = [f"Graft's accepted drafts: {shares}; rounds stopped at each gate: {counts(f['stopped_by_gate'])}."]
-    shape = ("depth", "branch", "nodes")
-    if eagle is not None and all(eagle["settings"][k] == graft["settings"][k] for k in shape):
-        lines.append(
-            f"Retrieval at the same budget (graft beside eagle): tau {f['tau']:.2f} against {judged(eagle)['tau']:.2f}."
-        )
+    shape = ("depth", "branch", "nodes") if flex is None else ("depth",)
+    if alone is not None and all(alone["settings"][k] == graft["settings"][k] for k in shape):
+        taus = f"tau {f['tau']:.2f} against {judged(alone)['tau']:.2f}"
+        lines.append(f"Retrieval at the same budget (graft beside {alone['decoder']}): {taus}.")
     lines += [
-        f"{t['decoder']} against {other['decoder']}, the fastest of the trees drafted alone: {times(other)}."
+        f"{t['decoder']} against {other['decoder']}, the fastest of what is drafted alone: {times(other)}."
         for t in tables
         if (other := t["against"])
     ]

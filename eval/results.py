@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 K = TypeVar("K", int, str)
 Pairs = list[tuple[Outcome, Outcome]]  # (this decoder, `ar`) on the same prompt
-RETRIEVE = ("graft", "splice")  # decoders of trees that do, and that do not
-DRAFT_ALONE = ("eagle", "prune", "talon")
+RETRIEVE = ("graft", "splice")  # decoders that do, and that do not
+DRAFT_ALONE = ("eagle", "prune", "talon", "flex")
 
 
 def build(
@@ -67,7 +67,7 @@ def _tables(bench: "Bench", entry: Entry) -> dict[str, Any]:
 
 
 def _against(bench: "Bench", entry: Entry) -> dict[str, Any] | None:
-    """What retrieval is worth: a decoder that retrieves beside the fastest tree that is drafted alone, flagged loops
+    """What retrieval is worth: a decoder that retrieves beside the fastest that drafts alone, flagged loops
     left out; None where there is nothing to compare."""
     rows = [o for o in bench.outcomes[entry.label] if not o.loop]
     others = {e.label: {o.id: o for o in bench.outcomes[e.label]} for e in bench.entries if e.timed}

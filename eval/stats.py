@@ -40,6 +40,16 @@ def speedup_interval(
     return _percentiles(_ratios(weights, tokens, seconds) / _ratios(weights, base_tokens, base_seconds))
 
 
+def difference_interval(
+    above: Column, below: Column, other_above: Column, other_below: Column, seed: int = 0, resamples: int = 4000
+) -> Interval | None:
+    """95 % interval of other_above / other_below - above / below, the four columns [n] resampled together."""
+    weights = _weights(len(above), seed, resamples)
+    if weights is None:
+        return None
+    return _percentiles(_ratios(weights, other_above, other_below) - _ratios(weights, above, below))
+
+
 def grouped(values: Column, groups: Sequence[int]) -> NDArray[np.float64]:
     """Sums of values [n] by group, in order of first appearance: a batch shares one clock, so it is one unit."""
     order = {group: place for place, group in enumerate(dict.fromkeys(groups))}

@@ -17,7 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from models import flex_published
+from models import flex_lora, flex_published
+from models.flex_lora import adapter_names, check_adapter, save_adapter
 from models.flexdraft import FlexDraft, FlexDraftConfig
 from models.imports import refuse_not_finite
 from models.source import Source
@@ -27,7 +28,7 @@ from recipes.files import read_json, sha256_file, sha256_json, whole_folder, wri
 from recipes.schema import UserError
 
 KEY = "flexdraft_config"
-PREFIX, CALIBRATOR, ADAPTER = "calibrator.", "calibrator.safetensors", "adapter_model.safetensors"
+PREFIX, CALIBRATOR, ADAPTER = "calibrator.", "calibrator.safetensors", flex_lora.WEIGHTS
 
 
 def names(drafter: FlexDraft) -> dict[str, str]:
@@ -63,10 +64,8 @@ def save_flexdraft(
     with whole_folder(folder) as aside:
         save_file(named, aside / WHOLE, metadata={"format": "pt"})
         if drafter.config.lora_rank:
-            from models.flex_lora import save_adapter
-
             base = str(provenance.get("target", {}).get("path", ""))
-            save_adapter(drafter, base, aside, dtype)
+            save_adapter(drafter.layers, drafter.config.split_layer, drafter.config.lora_rank, base, aside, dtype)
         if calibrator:
             belongs = {"target": provenance["fingerprint"], "masks": masks_hash(aside)}
             save_file(calibrator, aside / CALIBRATOR, metadata={"format": "pt", **belongs})
@@ -116,8 +115,6 @@ def check_flexdraft(folder: Path, target: Source | Target | None) -> FlexDraftCo
         print(f"warning: {folder} carries no target fingerprint; it may belong to another target", file=sys.stderr)
         return config
     if config.lora_rank:
-        from models.flex_lora import adapter_names, check_adapter
-
         named = {theirs: f"layers.{ours}" for ours, theirs in adapter_names(empty.layers, config.split_layer).items()}
         check_adapter(folder, config.lora_rank)
         _check_part(folder, ADAPTER, {theirs: tuple(shapes[ours].shape) for theirs, ours in named.items()})
@@ -185,8 +182,6 @@ def load_flexdraft(folder: Path, target: Target, adapters: bool = False) -> Flex
     places = flex_published.names(drafter) if published else names(drafter)
     tensors = {ours: raw[theirs].float() for ours, theirs in places.items()}
     if drafter.config.lora_rank:
-        from models.flex_lora import adapter_names
-
         drafter.copy_from(target)
         added = load_file(folder / ADAPTER)
         named = adapter_names(drafter.layers, drafter.config.split_layer)

@@ -8,12 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from models.flexdraft import FlexDraft
 from recipes.files import read_json, write_json
 from recipes.schema import UserError
 
@@ -26,6 +23,8 @@ PLAIN: dict[str, Any] = {"use_dora": False, "use_rslora": False, "lora_bias": Fa
 
 def inject(layers: nn.ModuleList, rank: int) -> None:
     """Adapters on the projections of DraftAttentions, in place; the projections themselves are frozen."""
+    from peft import LoraConfig, inject_adapter_in_model
+
     gains = [name for name, _ in layers.named_parameters() if name.endswith("norm")]
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=ALPHA * rank, target_modules=list(MODULES)), layers)
     for name, parameter in layers.named_parameters():  # PEFT freezes all but its own
@@ -36,6 +35,8 @@ def inject(layers: nn.ModuleList, rank: int) -> None:
 @torch.no_grad()
 def merged(layers: nn.ModuleList) -> dict[str, Tensor]:
     """The state of layers without adapters that say the same."""
+    from peft.tuners.lora import LoraLayer
+
     found = {name: t for name, t in layers.state_dict().items() if "lora_" not in name}
     for name, module in layers.named_modules():
         if isinstance(module, LoraLayer):
@@ -54,9 +55,12 @@ def adapter_names(layers: nn.ModuleList, first: int) -> dict[str, str]:
     return found
 
 
-def save_adapter(drafter: FlexDraft, base_model: str, folder: Path, dtype: torch.dtype) -> None:
+def save_adapter(
+    layers: nn.ModuleList, first: int, rank: int, base_model: str, folder: Path, dtype: torch.dtype
+) -> None:
     """adapter_model.safetensors and adapter_config.json, which PEFT loads onto the target."""
-    layers, first, rank = drafter.layers, drafter.config.split_layer, drafter.config.lora_rank
+    from peft import LoraConfig, get_peft_model_state_dict
+
     plain = {name.replace(".default.", "."): theirs for name, theirs in adapter_names(layers, first).items()}
     stored = get_peft_model_state_dict(layers, adapter_name="default")
     named = {plain[name]: t.detach().to("cpu", dtype).contiguous() for name, t in stored.items()}

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models import flex_lora
 from models.attention import Documents, attend
 from models.cache import KVCache
 from models.linear import Linear, linear
@@ -174,20 +175,22 @@ class FlexDraft(nn.Module):
         rank = config.calibrator_rank
         self.calibrator = Calibrator(config.hidden_size, rank, config.vocab_size) if rank else None
         if config.lora_rank:
-            from models.flex_lora import inject  # PEFT takes seconds to import
-
-            inject(self.layers, config.lora_rank)
+            flex_lora.inject(self.layers, config.lora_rank)
 
     def merged(self) -> "FlexDraft":
         """The same with full copies, as it decodes; itself where it has no adapters."""
         if not self.config.lora_rank:
             return self
-        from models.flex_lora import merged
-
         plain = FlexDraft(replace(self.config, lora_rank=0))
         rest = {name: t for name, t in self.state_dict().items() if not name.startswith("layers.")}
-        plain.load_state_dict(rest | {f"layers.{name}": t for name, t in merged(self.layers).items()})
+        plain.load_state_dict(rest | {f"layers.{name}": t for name, t in flex_lora.merged(self.layers).items()})
         return plain.to(self.mask.device).eval()
+
+    def uncalibrated(self) -> "FlexDraft":
+        """The same masks, a copy, without the calibrator."""
+        bare = FlexDraft(replace(self.config, calibrator_rank=0))
+        bare.load_state_dict({name: t for name, t in self.state_dict().items() if not name.startswith("calibrator.")})
+        return bare.to(self.mask.device, self.mask.dtype).eval()
 
     @torch.no_grad()
     def init_from_target(self, target: Target, rows: Sequence[Tensor]) -> None:

@@ -222,7 +222,7 @@ def test_bad_settings_are_named(changes: dict[str, Any], words: str) -> None:
 def test_a_tuned_plan_compares_eagle_and_graft_at_one_budget() -> None:
     def shape(decoder: str, depth: int, nodes: int, speed: float) -> dict[str, Any]:
         policy = {"verifier": "match", "paths": 1, "draft_temperature": 0.0, "draft_top_p": 1.0}
-        tree = {"depth": depth, "branch": 4, "nodes": nodes, "gates": [0.4]}
+        tree = {"depth": depth, "branch": 4, "nodes": nodes, "gates": [0.4], "parallel": False}
         return {**tree, **policy, "tokens_per_s": speed, "decoder": decoder}
 
     tuned = {

@@ -116,7 +116,7 @@ def test_the_page_is_one_page_and_says_how_it_was_measured() -> None:
         "On a CPU verification is not free",
         "Retrieval at the same budget (graft beside eagle)",
         "accepted drafts: 100 % from drafter",
-        "graft against eagle, the fastest of the trees drafted alone: ",
+        "graft against eagle, the fastest of what is drafted alone: ",
         "From a cold matrix",
         "| graft |",
         "0 of them flagged as loops",
