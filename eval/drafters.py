@@ -43,5 +43,7 @@ def fitted(recipe: Recipe, drafter: Drafter | None) -> Recipe:
         return replace(recipe, eval=replace(e, decoders=names, flex_mode="sequential"))
     most = drafter.config.block_size - 1
     length = min(e.chain_length, most)
-    greedy = {} if e.verifier != "auto" or e.draft_temperature else {"verifier": "match", "draft_temperature": 0.0}
-    return replace(recipe, eval=replace(e, decoders=names, chain_length=length, depth=length, **greedy))
+    e = replace(e, decoders=names, chain_length=length, depth=length)
+    if e.verifier == "auto" and not e.draft_temperature:
+        e = replace(e, verifier="match", draft_temperature=0.0)
+    return replace(recipe, eval=e)

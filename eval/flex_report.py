@@ -37,12 +37,16 @@ def calibration(bench: "Bench", slots: int) -> dict[str, Any] | None:
             return bench.decode(bench.target, one, ids, settings, matrix=None, row_ids=names, slots=rows)
 
         found[label] = by_halving(slots, run).rows
-    columns = [[float(getattr(row, key)) for row in found[label]] for label in found for key in ("emitted", "rounds")]
-    interval = stats.difference_interval(*columns, seed=bench.recipe.eval.seed)
+    emitted, rounds = (
+        {label: [float(getattr(row, key)) for row in rows] for label, rows in found.items()}
+        for key in ("emitted", "rounds")
+    )
+    pairs = emitted["without"], rounds["without"], emitted["with"], rounds["with"]
+    interval = stats.difference_interval(*pairs, seed=bench.recipe.eval.seed)
     return {
         "prompts": len(prompts),
         "settings": {"depth": settings.depth, "temperature": settings.temperature},
-        "tau_gain": stats.ratio(*columns[2:]) - stats.ratio(*columns[:2]),
+        "tau_gain": stats.ratio(*pairs[2:]) - stats.ratio(*pairs[:2]),
         "tau_gain_ci95": list(interval) if interval else None,
         **{label: figures(rows) for label, rows in found.items()},
     }

@@ -67,8 +67,8 @@ def clear(out: Path) -> None:
     if not (out / "report.md").is_file():
         return
     ours = re.compile(rf"results(-({'|'.join(DECODERS)}|graft-cold|chain-\d+))?\.json")
-    names = {"report.md", "batches.json", CALIBRATION, PICTURE, TREE}
-    names |= set() if (out / "config.json").exists() else {tunings.FILE}
+    beside = (out / "config.json").exists()
+    names = {"report.md", "batches.json", CALIBRATION, PICTURE, TREE, "" if beside else tunings.FILE}
     for path in [out / "report.md", *out.iterdir()]:  # the page first: it stands for the whole
         if path.name in names or ours.fullmatch(path.name):
             path.unlink(missing_ok=True)
@@ -191,13 +191,10 @@ def retrieval(tables: list[Table]) -> list[str]:
         return []
     f = judged(graft)
     sources = f["accepted_by_source"]
-    total = sum(sources.values())
-    shares = (
-        ", ".join(f"{100 * count / total:.0f} % from {name}" for name, count in sorted(sources.items()))
-        if total
-        else "none"
-    )
-    lines = [f"Graft's accepted drafts: {shares}; rounds stopped at each gate: {counts(f['stopped_by_gate'])}."]
+    total = max(1, sum(sources.values()))
+    shares = ", ".join(f"{100 * count / total:.0f} % from {name}" for name, count in sorted(sources.items()))
+    shares, stops = shares if any(sources.values()) else "none", counts(f["stopped_by_gate"])
+    lines = [f"Graft's accepted drafts: {shares}; rounds stopped at each gate: {stops}."]
     shape = ("depth", "branch", "nodes") if flex is None else ("depth",)
     if alone is not None and all(alone["settings"][k] == graft["settings"][k] for k in shape):
         taus = f"tau {f['tau']:.2f} against {judged(alone)['tau']:.2f}"

@@ -37,7 +37,7 @@ def is_published(folder: Path) -> bool:
 def read_config(folder: Path) -> FlexDraftConfig:
     """Raises UserError naming the key that is missing or asks for what is not done here."""
     raw = read_json(folder / "config.json", f"drafter={folder}")
-    settings = next((raw[key] for key in KEYS if isinstance(raw.get(key), dict)), {})
+    settings: dict[str, Any] = next((raw[key] for key in KEYS if isinstance(raw.get(key), dict)), {})
     if odd := [key for key in NUMBERS if type(raw.get(key)) is not int or raw[key] < 1]:
         raise UserError(f"drafter={folder}: config.json's {odd[0]} is no number above 0")
     layers, target_layers = raw["num_hidden_layers"], raw["num_target_layers"]

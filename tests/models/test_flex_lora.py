@@ -106,7 +106,7 @@ def test_another_drafters_adapter_is_not_its_calibrators(
     target = pair[0]
     for name in ("one", "other"):
         save_flexdraft(learned, tmp_path / name, {"fingerprint": target.fingerprint})
-        learned.layers[0].q_proj.lora_B["default"].weight.data.add_(1)
+        learned.get_parameter("layers.0.q_proj.lora_B.default.weight").data.add_(1)
     there, other = (tmp_path / name / "adapter_model.safetensors" for name in ("one", "other"))
     there.write_bytes(other.read_bytes())
     with pytest.raises(UserError, match=r"calibrator\.safetensors was fitted for another drafter"):

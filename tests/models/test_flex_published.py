@@ -31,7 +31,8 @@ def theirs() -> tuple[dict[str, Any], dict[str, Tensor]]:
     shapes |= {"anchor_bias_mlp.0.weight": (RANK, 2 * H), "anchor_bias_mlp.0.bias": (RANK,)}
     shapes |= {"anchor_bias_mlp.2.weight": (V, RANK), "anchor_bias_mlp.2.bias": (V,)}
     for i in range(LAYERS):
-        parts = {"q_proj": (wide, H), "k_proj": (narrow, H), "v_proj": (narrow, H), "o_proj": (H, wide)}
+        parts: dict[str, tuple[int, ...]] = {"q_proj": (wide, H), "o_proj": (H, wide)}
+        parts |= {"k_proj": (narrow, H), "v_proj": (narrow, H)}
         parts |= {"q_norm": (8,), "k_norm": (8,)}
         shapes |= {f"layers.{i}.self_attn.{name}.weight": shape for name, shape in parts.items()}
         shapes |= {f"layers.{i}.mlp.up_proj.weight": (64, H), f"layers.{i}.input_layernorm.weight": (H,)}
