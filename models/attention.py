@@ -51,13 +51,23 @@ class Documents:
     @cached_property
     def offsets(self) -> Tensor:
         """Where each document starts, and T: int32 [documents + 1], as flash attention takes it."""
-        starts = torch.tensor(list(accumulate(self.lengths, initial=0)), dtype=torch.int32)
-        return starts.to(self.device, non_blocking=True)
+        return sent(torch.tensor(list(accumulate(self.lengths, initial=0)), dtype=torch.int32), self.device)
 
     @cached_property
     def positions_T(self) -> Tensor:
         """Of each token in its own document, from 0."""
-        return torch.cat([torch.arange(n) for n in self.lengths]).to(self.device, non_blocking=True)
+        return sent(torch.cat([torch.arange(n) for n in self.lengths]), self.device)
+
+    @cached_property
+    def which_T(self) -> Tensor:
+        """Which document each token is in; on the host."""
+        return torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """The host's tensor on the device. A GPU takes it when its turn comes: the host goes on at once, which it would
+    not with memory that is not page-locked."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 @dataclass(frozen=True)
@@ -85,13 +95,14 @@ class Asking:
         back = ends - torch.tensor(tails.lengths).cumsum(0)  # how much further in the row than in the tails
 
         def there(index: Tensor, all_of_them: bool) -> Tensor | None:
-            return None if all_of_them else index.to(device, non_blocking=True)
+            return None if all_of_them else sent(index, device)
 
-        found = []
+        found, rank_T = [], torch.zeros(documents.total, dtype=torch.int64)
         for before, slots in zip((first, *sets), sets, strict=False):
-            place = slots - back[torch.searchsorted(ends, slots, right=True)]
+            place = slots - back[documents.which_T[slots]]
             index = there(slots, len(slots) == documents.total)
-            kept = there(torch.searchsorted(before, slots), len(slots) == len(before))
+            rank_T[before] = torch.arange(len(before))
+            kept = there(rank_T[slots], len(slots) == len(before))
             found.append(Asking(index, tails, there(place, len(slots) == tails.total), kept))
         return found
 

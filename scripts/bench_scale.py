@@ -29,8 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from omegaconf import OmegaConf
@@ -39,6 +38,7 @@ from models.target import choose_device
 from recipes.files import whole_folder, write_json
 from recipes.schema import UserError
 
+ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = (
     "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
