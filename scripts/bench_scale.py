@@ -35,7 +35,7 @@ import torch
 from omegaconf import OmegaConf
 
 from models.target import choose_device
-from recipes.files import whole_folder, write_json
+from recipes.files import write_json
 from recipes.schema import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,13 +132,14 @@ def make_tokenizer(vocab: int, folder: Path) -> None:
 
 
 def make_rows(shape: Shape, tokens: int, file: Path) -> None:
-    """At least so many tokens in rows of half to one and a half times the mean; the first quarter of each asks."""
-    draw = random.Random(0)
+    """At least so many tokens in dialogues of half to one and a half times the mean; the first quarter of each asks."""
+    draw, words = random.Random(0), [f"w{i}" for i in range(3, shape.kept)]
     with file.open("w", encoding="utf-8") as out:
         while tokens > 0:
             length = draw.randint(shape.row // 2, shape.row * 3 // 2)
-            ids, asked = draw.choices(range(3, shape.kept), k=length), length // 4
-            out.write(json.dumps({"input_ids": ids, "marks": [0] * asked + [1] * (length - asked)}) + "\n")
+            said = draw.choices(words, k=length)
+            parts = (("user", said[: length // 4]), ("assistant", said[length // 4 :]))
+            out.write(json.dumps({"messages": [{"role": r, "content": " ".join(part)} for r, part in parts]}) + "\n")
             tokens -= length
 
 
@@ -177,9 +178,12 @@ def prepare(name: str, shape: Shape, work: Path, tokens: int, options: dict[str,
     place = work / name
     place.mkdir(parents=True, exist_ok=True)
     if not (place / "target").is_dir():
-        with whole_folder(place / "target") as aside:
-            make_target(shape, aside, device)
-            make_tokenizer(shape.vocab, aside)
+        aside = place / "target.part"  # not worth the wait until it is on the disk
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        make_target(shape, aside, device)
+        make_tokenizer(shape.vocab, aside)
+        aside.rename(place / "target")
     if device.type == "cuda":
         torch.cuda.empty_cache()  # it is the trainings' from here on
     made = time.perf_counter()
@@ -302,7 +306,7 @@ def bench(options: dict[str, str], work: Path) -> tuple[list[dict[str, Any]], li
         shape = SHAPES[name]
         if int(options["tokens"]):
             shape = replace(shape, tokens=int(options["tokens"]))
-        recipe = prepare(name, shape, work, int(max(counts) * shape.tokens * (1.3 * steps + 10)), options)
+        recipe = prepare(name, shape, work, int(max(counts) * shape.tokens * (1.1 * steps + 8)), options)
         for backend, count in ((b, n) for b in options["backends"].split(",") for n in counts):
             arm = {"shape": name, "backend": backend, "processes": count, "tokens": shape.tokens}
             try:
@@ -313,10 +317,9 @@ def bench(options: dict[str, str], work: Path) -> tuple[list[dict[str, Any]], li
                 continue
             found = figures(lines, shape, count, int(options["warm"]))
             results.append(arm | found | {"start_s": round(start, 1), "lines": lines})
-            line = (
-                f"{name} {backend} {count}: {found['tokens_per_s']:,.0f} tokens/s, {found['ms_a_step']:,.1f} ms a step"
-            )
-            print(f"{line}, other {found['other']:.1%}, first line after {start:.0f} s", flush=True)
+            speed = f"{found['tokens_per_s']:,.0f} tokens/s, {found['ms_a_step']:,.1f} ms a step"
+            other = f"other {found['other']:.1%}, first line after {start:.0f} s"
+            print(f"{name} {backend} {count}: {speed}, {other}", flush=True)
     return results, failed
 
 
@@ -335,10 +338,8 @@ def main(argv: list[str]) -> None:
     card = hardware(choose_device(options["device"]))
     print(f"{card}, torch {torch.__version__}", flush=True)
     with contextlib.ExitStack() as stack:
-        work = Path(
-            options["work"] or stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-scale-"))
-        ).resolve()
-        results, failed = bench(options, work)
+        place = options["work"] or stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-scale-"))
+        results, failed = bench(options, Path(place).resolve())
     show(results)
     if options["out"]:
         written = {"hardware": card, "torch": torch.__version__, **options, "failed": failed, "results": results}
