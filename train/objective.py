@@ -10,6 +10,7 @@ that teach some slot, n slots: of all unroll steps together, the supervised ones
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -83,7 +84,7 @@ class Slots(NamedTuple):
     next_n: Tensor  # the row's own token at x[p+2+i]
     counted_n: Tensor
     order_n: Tensor  # where the slot stands among those of all steps end to end
-    teacher_on_host: Tensor
+    teacher_on_host: np.ndarray  # DDP would send a tensor to the GPU, which is then waited for to read it
 
 
 def select(ids_T: Tensor, supervised_ST: Tensor, place_T: Tensor, documents: Documents) -> Slots:
@@ -103,7 +104,7 @@ def select(ids_T: Tensor, supervised_ST: Tensor, place_T: Tensor, documents: Doc
     asking, counted = Asking.nested(sets, documents), supervised_ST[step, index]
     found = (index, step, documents.which_T[index], teacher, following, counted)
     sorted_n = [sent(t[order], documents.device) for t in found]
-    return Slots(asking, *sorted_n, sent(order, documents.device), teacher[order])
+    return Slots(asking, *sorted_n, sent(order, documents.device), teacher[order].numpy())
 
 
 class Inputs(NamedTuple):
