@@ -103,8 +103,9 @@ def select(ids_T: Tensor, supervised_ST: Tensor, place_T: Tensor, documents: Doc
     order = number_mS[number_mS >= 0]
     asking, counted = Asking.nested(sets, documents), supervised_ST[step, index]
     found = (index, step, documents.which_T[index], teacher, following, counted)
-    sorted_n = [sent(t[order], documents.device) for t in found]
-    return Slots(asking, *sorted_n, sent(order, documents.device), teacher[order].numpy())
+    index, step, row, taught, following, counted = (sent(t[order], documents.device) for t in found)
+    there = sent(order, documents.device)
+    return Slots(asking, index, step, row, taught, following, counted, there, teacher[order].numpy())
 
 
 class Inputs(NamedTuple):
