@@ -3,7 +3,7 @@
     python scripts/study_data.py train answer_tokens=8000000 [also=FOLDER,FOLDER] recipe=smollm2-gpu [key=value ...]
     python scripts/study_data.py show RUN RUN ... [out=FILE.png]
 
-`also` names folders of prepared rows (`rows-...`, as `python -m data_prep.run recipe=NAME seed=N data.cache=DIR` ends
+With answer_tokens=0 all are taken. `also` names folders of prepared rows (`rows-...`, as `python -m data_prep.run recipe=NAME seed=N data.cache=DIR` ends
 by naming them) that come behind the recipe's own; a tenth of each is taken where a tenth of all is wanted. Validation
 prompts and the draft vocabulary are the recipe's own. Trainings of the same train.max_steps take the same time,
 whatever the data: rows come again until the steps are done. Taus, loops excluded, are read from each run's folder.
@@ -33,7 +33,7 @@ from train.objective import Objective
 
 
 class Study(EagleFamily):
-    """EAGLE-3 on `wanted` answer tokens of the recipe's rows and of those in `also`."""
+    """EAGLE-3 on `wanted` answer tokens (0: all) of the recipe's rows and of those in `also`."""
 
     def __init__(self, wanted: int, also: list[Path]) -> None:
         self.wanted, self.also = wanted, also
@@ -45,7 +45,8 @@ class Study(EagleFamily):
         there = sum(int(predicted(part).sum()) for part in parts)
         if there < self.wanted:
             raise UserError(f"answer_tokens={self.wanted}, but the rows at hand hold {there}")
-        train = together([share_of(part, self.wanted / there, recipe.seed) for part in parts])
+        share = (self.wanted or there) / there
+        train = together([share_of(part, share, recipe.seed) for part in parts])
         said = {"answer_tokens": int(predicted(train).sum()), "rows": len(train), "tokens": len(train.ids)}
         print(f"study: {said}", flush=True)
         write_json(run_folder(recipe) / "study.json", said)
