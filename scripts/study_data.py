@@ -3,10 +3,11 @@
     python scripts/study_data.py train answer_tokens=8000000 [also=FOLDER,FOLDER] recipe=smollm2-gpu [key=value ...]
     python scripts/study_data.py show RUN RUN ... [out=FILE.png]
 
-With answer_tokens=0 all are taken. `also` names folders of prepared rows (`rows-...`, as `python -m data_prep.run recipe=NAME seed=N data.cache=DIR` ends
-by naming them) that come behind the recipe's own; a tenth of each is taken where a tenth of all is wanted. Validation
-prompts and the draft vocabulary are the recipe's own. Trainings of the same train.max_steps take the same time,
-whatever the data: rows come again until the steps are done. Taus, loops excluded, are read from each run's folder.
+With answer_tokens=0 all are taken. `also` names folders of prepared rows (`rows-...`, as `python -m data_prep.run
+recipe=NAME seed=N data.cache=DIR` ends by naming them) that come behind the recipe's own; a tenth of each is taken if
+a tenth of all is wanted. Validation prompts and the draft vocabulary are the recipe's own. Trainings of the same
+train.max_steps take the same time, whatever the data: rows come again until the steps are done. Taus, loops excluded,
+are read from each run's folder.
 """
 
 import sys
