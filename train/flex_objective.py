@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from data_prep.supervision import supervised
-from models.attention import Documents
+from models.attention import Documents, sent
 from models.flexdraft import Calibrator, FlexDraft, FlexDraftConfig, Groups, Keys, late_keys
 from models.target import Target
 from recipes.schema import FlexConfig
@@ -131,7 +131,7 @@ class MaskLoss(Objective):
         keys, final_TH = self.teacher.read(batch, documents)
         bonus_n = batch.ids_T[(at_G[group_n] + 1).clamp(max=len(batch.ids_T) - 1)]
         parts = (supervised_SG, step_n, group_n, teacher_n, next_n, bonus_n)
-        on_SG, *moved = (t.to(device, non_blocking=True) for t in parts)
+        on_SG, *moved = (sent(t, device) for t in parts)
         step_n, group_n, moved_n, next_n, bonus_n = moved
         final_mH = final_TH[teaches_m.to(device)]
         chosen = (step_n, group_n, teacher_n.tolist(), moved_n, next_n, bonus_n)
