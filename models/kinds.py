@@ -147,7 +147,8 @@ def _kind(facts: Facts, tensors: dict[str, Stored], pickled: tuple[str, ...]) ->
         return "speculators"
     if any("peagle" in name.lower() for name in names):
         return "peagle"
-    if "flexdraft_config" in config or any("FlexDraft" in name for name in names):
+    released = "mask_embedding" in tensors  # by FlexDraft's authors, under dflash_config
+    if released or "flexdraft_config" in config or any("FlexDraft" in name for name in names):
         return "flexdraft"
     if "dflash_config" in config or any("DFlash" in name for name in names):
         return "dflash"

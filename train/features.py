@@ -3,8 +3,9 @@
 T tokens, m positions that teach some slot, H hidden, C features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +15,24 @@ from data_prep.teacher import Features, read_features
 from models.attention import Documents, sent
 from models.target import Target
 from train.batches import Batch, Pack
+
+Found = TypeVar("Found")
+
+
+class Keeping(Generic[Found]):
+    """What was made, kept by key over the epochs: first come first kept, up to `room` bytes."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.kept = room, dict[Hashable, Found]()
+
+    def get(self, key: Hashable, make: Callable[[], Found], size: Callable[[Found], int]) -> Found:
+        if key in self.kept:
+            return self.kept[key]
+        found = make()
+        if size(found) <= self.room:
+            self.room -= size(found)
+            self.kept[key] = found
+        return found
 
 
 class Teacher:
@@ -26,8 +45,7 @@ class Teacher:
     computes = True  # whether the target runs
 
     def __init__(self, target: Target, keep_bytes: int = 0) -> None:
-        self.target, self.keeps, self.room = target, keep_bytes > 0, keep_bytes
-        self.kept: dict[tuple[bytes, bytes], Features] = {}
+        self.target, self.keeps, self.keeping = target, keep_bytes > 0, Keeping[Features](keep_bytes)
 
     def ahead(self, packs: Sequence[Pack]) -> None:
         """The packs of rows of the next optimiser step: a teacher that reads from disk begins to."""
@@ -43,16 +61,12 @@ class Teacher:
         return Features(*(torch.cat(of_all) for of_all in zip(*parts, strict=True)))
 
     def _document(self, ids_T: Tensor, teaches_T: Tensor) -> Features:
+        def make() -> Features:
+            states = self.target.features(ids_T.unsqueeze(0).to(self.target.device))
+            return read_features(self.target, states, teaches_T)
+
         key = (ids_T.numpy().tobytes(), teaches_T.numpy().tobytes())
-        if key in self.kept:
-            return self.kept[key]
-        states = self.target.features(ids_T.unsqueeze(0).to(self.target.device))
-        found = read_features(self.target, states, teaches_T)
-        size = sum(t.nbytes for t in found)
-        if size <= self.room:
-            self.room -= size
-            self.kept[key] = found
-        return found
+        return self.keeping.get(key, make, lambda found: sum(t.nbytes for t in found))
 
 
 class StoredTeacher(Teacher):

@@ -22,6 +22,7 @@ from models.flexdraft import Calibrator, FlexDraft, FlexDraftConfig, Groups, Key
 from models.target import Target
 from recipes.schema import FlexConfig
 from train.batches import Batch
+from train.features import Keeping
 from train.head_loss import Wanted, head_loss
 from train.objective import Objective, step_weights, survival, tau_from_counts
 from train.telemetry import Arithmetic, target_arithmetic
@@ -71,8 +72,8 @@ class LateTeacher:
     """
 
     def __init__(self, target: Target, split: int, keep_bytes: int = 0) -> None:
-        self.target, self.split, self.keeps, self.room = target, split, keep_bytes > 0, keep_bytes
-        self.kept: dict[int, tuple[Keys, Tensor]] = {}  # by row
+        self.target, self.split, self.keeps = target, split, keep_bytes > 0
+        self.keeping = Keeping[tuple[Keys, Tensor]](keep_bytes)  # by row
 
     @torch.no_grad()
     def read(self, batch: Batch, documents: Documents) -> tuple[Keys, Tensor]:
@@ -87,15 +88,14 @@ class LateTeacher:
         return keys, torch.cat([final for _, final in parts])
 
     def _document(self, ids_T: Tensor, row: int) -> tuple[Keys, Tensor]:
-        if row in self.kept:
-            return self.kept[row]
-        device = self.target.device
-        found = late_keys(self.target, self.split, ids_T.to(device), Documents([len(ids_T)], device))
-        size = sum(t.nbytes for pair in found[0].values() for t in pair) + found[1].nbytes
-        if size <= self.room:
-            self.room -= size
-            self.kept[row] = found
-        return found
+        def make() -> tuple[Keys, Tensor]:
+            device = self.target.device
+            return late_keys(self.target, self.split, ids_T.to(device), Documents([len(ids_T)], device))
+
+        def size(found: tuple[Keys, Tensor]) -> int:
+            return sum(t.nbytes for pair in found[0].values() for t in pair) + found[1].nbytes
+
+        return self.keeping.get(row, make, size)
 
 
 class MaskLoss(Objective):

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from models.doctor import examine
 from models.flex_layout import check_flexdraft, is_flexdraft, load_flexdraft, save_flexdraft
 from models.flexdraft import FlexDraft, FlexDraftConfig
 from models.target import Target, load_target
@@ -71,8 +72,11 @@ def test_it_is_the_drafter_of_these_tensors(
     target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
     config, tensors = theirs()
-    folder = written(tmp_path / "out", {"dflash_config": None, key: config["dflash_config"]})
+    folder = written(
+        tmp_path / "out", {"architectures": ["Qwen3Model"], "dflash_config": None, key: config["dflash_config"]}
+    )
     assert is_flexdraft(folder)
+    assert examine(folder).kind == "FlexDraft"
     drafter = load_flexdraft(folder, target)
     assert "carries no target fingerprint" in capsys.readouterr().err
     assert drafter.config.split_layer == 5 and drafter.config.block_size == SIZE

@@ -4,30 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from recipes.loading import load
 from scripts import ablate_flexdraft
-from tests.train.test_eagle import prompts
+from tests.train.tiny_recipe import recipe, written
 
 
 @pytest.mark.slow
 def test_the_page_has_every_variant_and_mode(model_folder: Path, tmp_path: Path) -> None:
-    recipe = tmp_path / "tiny.yaml"
-    recipe.write_text(
-        f"""
-target: {{path: {model_folder}}}
-data:
-  sources: {{mine: {{kind: file, path: {prompts(tmp_path / "training.jsonl", 12, 0)}}}}}
-  max_length: 96
-  answer_tokens: 24
-  drop_loops: false
-  validation_rows: 2
-  cache: {tmp_path / "cache"}
-flex: {{anchors: 3, calibrator_rank: 8, lora_rank: 2}}
-train: {{batch_tokens: 400, micro_batch_tokens: 200, max_steps: 2, learning_rate: 1.0e-3}}
-eval: {{prompts: {prompts(tmp_path / "report.jsonl", 4, 11)}, max_new_tokens: 12, batch_sizes: [1, 2]}}
+    changes = """
+data: {answer_tokens: 24, validation_rows: 2}
+flex: {anchors: 3, calibrator_rank: 8, lora_rank: 2}
+train: {max_steps: 2}
+eval: {batch_sizes: [1, 2]}
 """
-    )
-    given = load([f"recipe={recipe}", f"run_dir={tmp_path / 'run'}", f"out={tmp_path / 'page.md'}"])
+    arguments = written(tmp_path, model_folder, 12, 4, changes)
+    given = recipe(arguments, tmp_path / "run", f"out={tmp_path / 'page.md'}")
     ablate_flexdraft.main(given)
     page = (tmp_path / "page.md").read_text()
     for arm in ablate_flexdraft.arms_of(8):
@@ -39,5 +29,6 @@ eval: {{prompts: {prompts(tmp_path / "report.jsonl", 4, 11)}, max_new_tokens: 12
     ablate_flexdraft.main(given)
     again = (tmp_path / "page.md").read_text()
     assert again.count("| earlier |") == len(ablate_flexdraft.arms_of(8))
-    taus = [[line.split("|")[4] for line in text.splitlines() if line.startswith("| ") and " layers" in line] for text in (page, again)]
+    tables = [[line for line in text.splitlines() if line.startswith("| ")] for text in (page, again)]
+    taus = [[line.split("|")[4] for line in table if " layers" in line] for table in tables]
     assert taus[0] == taus[1]

@@ -19,58 +19,25 @@ from models.target import Target
 from models.vocab import VocabMap
 from recipes.files import locked
 from recipes.loading import load
-from recipes.schema import EagleConfig, Recipe, UserError
+from recipes.schema import EagleConfig, UserError
 from tests.train.reading import curve
+from tests.train.tiny_recipe import recipe, written
 from train.checkpoint import Store
 from train.cost import parameters
 from train.eagle import main
 
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = ["fox", "dog", "quick", "lazy", "brown", "jumps", "over", "the", *"abcdefghijklmnopqrstuvwxyz"]
-
-
-def prompts(path: Path, count: int, first: int) -> Path:
-    lines = [" ".join(WORDS[(first + i * 7 + j * (i + 3)) % len(WORDS)] for j in range(6)) for i in range(count)]
-    path.write_text(
-        "".join(
-            json.dumps({"id": f"{path.stem}-{i}", "category": "x", "turns": [t]}) + "\n" for i, t in enumerate(lines)
-        )
-    )
-    return path
 
 
 @pytest.fixture(scope="module")
 def arguments(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("files")
-    recipe = folder / "tiny.yaml"
-    recipe.write_text(
-        f"""
-target: {{path: {model_folder}}}
-data:
-  sources: {{mine: {{kind: file, path: {prompts(folder / "training.jsonl", 24, 0)}}}}}
-  max_length: 96
-  answer_tokens: 16
-  slots: 8
-  drop_loops: false
-  validation_rows: 4
-  cache: {folder / "cache"}
-eagle: {{draft_vocab: 200, unroll_steps: 3}}
-train: {{epochs: 2, batch_tokens: 400, micro_batch_tokens: 200, learning_rate: 1.0e-3, log_every: 1, tracker: none}}
-eval:
-  prompts: {prompts(folder / "report.jsonl", 3, 11)}
-  decoders: [ar, chain]
-  max_new_tokens: 12
-  chain_length: 3
-  depth: 3
-  matrix: cold
-  lossless: -1
+    changes = """
+data: {slots: 8, validation_rows: 4}
+eagle: {draft_vocab: 200, unroll_steps: 3}
+train: {epochs: 2}
+eval: {decoders: [ar, chain], chain_length: 3, depth: 3, lossless: -1}
 """
-    )
-    return [f"recipe={recipe}"]
-
-
-def recipe(arguments: list[str], run_dir: Path, *more: str) -> Recipe:
-    return load([*arguments, f"run_dir={run_dir}", *more])
+    return written(tmp_path_factory.mktemp("files"), model_folder, 24, 3, changes)
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ from recipes.files import read_json, write_json
 from recipes.schema import UserError
 from tests.train import tiny_run
 from tests.train.reading import curve
-from tests.train.test_eagle import prompts, recipe
 from tests.train.test_flexdraft import objective
+from tests.train.tiny_recipe import recipe, written
 from train import calibrator, flexdraft
 from train.backend import make_accelerator
 from train.checkpoint import Store
@@ -27,24 +27,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def arguments(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("files")
-    recipe = folder / "tiny.yaml"
-    recipe.write_text(
-        f"""
-target: {{path: {model_folder}}}
-data:
-  sources: {{mine: {{kind: file, path: {prompts(folder / "training.jsonl", 12, 0)}}}}}
-  max_length: 96
-  answer_tokens: 16
-  drop_loops: false
-  validation_rows: 2
-  cache: {folder / "cache"}
-flex: {{layers: 3, block_size: 4, anchors: 3, calibrator_rank: 8}}
-train: {{batch_tokens: 400, micro_batch_tokens: 200, learning_rate: 1.0e-3, log_every: 1, tracker: none}}
-eval: {{prompts: {prompts(folder / "report.jsonl", 2, 11)}, max_new_tokens: 12, matrix: cold, lossless: 0}}
+    changes = """
+data: {validation_rows: 2}
+flex: {layers: 3, block_size: 4, anchors: 3, calibrator_rank: 8}
+eval: {lossless: 0}
 """
-    )
-    return [f"recipe={recipe}"]
+    return written(tmp_path_factory.mktemp("files"), model_folder, 12, 2, changes)
 
 
 @pytest.fixture(scope="module")

@@ -134,4 +134,4 @@ def test_what_is_kept_over_the_epochs_changes_no_bit(target: Target) -> None:
         one, other = (loss.prepare(load_batch(rows, part)) for loss in (keeping, short))
         assert torch.equal(one.final_mH, other.final_mH)
         assert all(torch.equal(a, b) for i in one.keys for a, b in zip(one.keys[i], other.keys[i], strict=True))
-    assert len(keeping.teacher.kept) == 3 and not short.teacher.kept
+    assert len(keeping.teacher.keeping.kept) == 3 and not short.teacher.keeping.kept

@@ -261,7 +261,7 @@ def test_kept_features_are_those_computed_again_bit_for_bit(target: Target, monk
     for keep_bytes, again in ((1, 3), (12000, 2), (10**9, 0)):
         keeping = tiny_run.objective(target, keep_bytes=keep_bytes)
         keeping.prepare(load_batch(rows, [0, 3, 7]))
-        assert sum(t.nbytes for f in keeping.teacher.kept.values() for t in f) <= keep_bytes
+        assert sum(t.nbytes for f in keeping.teacher.keeping.kept.values() for t in f) <= keep_bytes
         calls.clear()
         second = keeping.prepare(load_batch(rows, [7, 0, 3]))
         assert len(calls) == again

@@ -15,7 +15,7 @@ from models.vocab import VocabMap
 from recipes.loading import load
 from recipes.schema import Recipe, UserError
 from tests.tiny import tiny_drafter
-from tests.train.test_eagle import prompts
+from tests.train.tiny_recipe import prompts
 from train import warm_start
 from train.eagle import main
 
