@@ -2,14 +2,15 @@
 
 Tensors, for each tuned layer i (the target's own number): `layers.{i}.self_attn.{q,k,v,o}_proj.weight`, `.bias` where
 the target has one, `layers.{i}.self_attn.{q,k}_norm.weight` where it has these (gains as they multiply, in every
-family); and `mask` [hidden_size]. With adapters the projections are the target's, and PEFT's two files say what is
-added to them (models/flex_lora.py). A calibrator is a file of its own, calibrator.safetensors: `inner.{weight,bias}`,
-`outer.{weight,bias}`; its metadata say of which target it is and, by their hash, of which masks. config.json holds
-`flexdraft_config`: the fields of models.flexdraft.FlexDraftConfig.
+family); and `mask` [hidden_size]. Copies of whole layers have `layers.{i}.mlp.{gate_up,down}.weight` (gate over up) and
+`layers.{i}.{input_layernorm,...}.weight` besides. With adapters the projections are the target's, and PEFT's two files
+say what is added to them (models/flex_lora.py). A calibrator is a file of its own, calibrator.safetensors:
+`inner.{weight,bias}`, `outer.{weight,bias}`; its metadata say of which target it is and, by their hash, of which masks.
+config.json holds `flexdraft_config`: the fields of models.flexdraft.FlexDraftConfig.
 """
 
 import sys
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,14 @@ def names(drafter: FlexDraft) -> dict[str, str]:
             continue
         if head == "layers":
             number, _, rest = rest.partition(".")
-            rest = f"{rest}.weight" if rest in ("q_norm", "k_norm") else rest
-            out[name] = f"layers.{int(number) + drafter.config.split_layer}.self_attn.{rest}"
+            place = f"layers.{int(number) + drafter.config.split_layer}"
+            if rest.startswith("block.norms."):
+                out[name] = f"{place}.{rest.removeprefix('block.norms.')}.weight"
+            elif rest.startswith("block."):
+                out[name] = f"{place}.mlp.{rest.removeprefix('block.')}"
+            else:
+                rest = f"{rest}.weight" if rest in ("q_norm", "k_norm") else rest
+                out[name] = f"{place}.self_attn.{rest}"
         else:
             out[name] = name
     return out
@@ -126,7 +133,8 @@ def check_flexdraft(folder: Path, target: Source | Target | None) -> FlexDraftCo
 def _read_config(folder: Path) -> FlexDraftConfig:
     raw = read_json(folder / "config.json", f"drafter={folder}")[KEY]
     known = {field.name for field in fields(FlexDraftConfig)}
-    odd = sorted((known ^ set(raw)) - {"lora_rank"}) if isinstance(raw, dict) else "no table of settings"
+    optional = {field.name for field in fields(FlexDraftConfig) if field.default is not MISSING}
+    odd = sorted((known ^ set(raw)) - optional) if isinstance(raw, dict) else "no table of settings"
     if odd:
         raise UserError(f"drafter={folder}: config.json's {KEY} lacks or has too much: {odd}. Export it again.")
     return FlexDraftConfig(**raw)

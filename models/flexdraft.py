@@ -12,7 +12,6 @@ B batch, T tokens of a packed row, R mask rows, S key slots, H hidden, N heads, 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ from torch import Tensor, nn
 from models import flex_lora
 from models.attention import Documents, attend
 from models.cache import KVCache
+from models.flex_groups import Groups, attend_groups
 from models.linear import Linear, linear
 from models.target import AttendFn, Target
-from models.target_weights import Layer
+from models.target_weights import Affine, Layer
 from recipes.schema import UserError
 
 Keys = dict[int, tuple[Tensor, Tensor]]  # of a late layer, the target's keys and values [1, K, T, D]
@@ -47,10 +47,12 @@ class FlexDraftConfig:
     qk_norm: bool
     calibrator_rank: int  # 0 = no calibrator
     lora_rank: int = 0  # 0 = full copies
+    inner_size: int = 0  # of copies of the feed-forward blocks, which go with copies of the layers' norms; 0 = none
+    four_norms: bool = False  # of such a layer (Gemma 2 and 3); else two
 
     @staticmethod
     def from_target(
-        target: Target, layers: int, block_size: int, calibrator_rank: int = 0, lora_rank: int = 0
+        target: Target, layers: int, block_size: int, calibrator_rank: int = 0, lora_rank: int = 0, whole: bool = False
     ) -> "FlexDraftConfig":
         """With draft copies in the last `layers` layers, or a third of them for 0."""
         check_layers(layers, target.n_layers)
@@ -71,6 +73,8 @@ class FlexDraftConfig:
             qk_norm="q_norm" in first.norms,
             calibrator_rank=calibrator_rank,
             lora_rank=lora_rank,
+            inner_size=first.gate_up.shape[0] // 2 if whole else 0,
+            four_norms=whole and "pre_feedforward_layernorm" in first.norms,
         )
 
 
@@ -84,23 +88,34 @@ def check_layers(layers: int, target_layers: int) -> None:
         raise UserError(f"flex.layers={layers} is out of range: this target has {target_layers} layers")
 
 
-@dataclass(frozen=True)
-class Groups:
-    """One group of `size` masks behind each anchor; the anchors of each document are positions in it."""
+class DraftBlock(nn.Module):
+    """Copies of a layer's feed-forward block and norms, where masks have these too."""
 
-    documents: Documents
-    anchors: Sequence[Sequence[int]]
-    size: int
+    def __init__(self, c: FlexDraftConfig) -> None:
+        super().__init__()
+        between = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if c.four_norms else ()
+        names = ("input_layernorm", "post_attention_layernorm", *between)
+        self.norms = nn.ParameterDict({name: nn.Parameter(torch.ones(c.hidden_size)) for name in names})
+        self.gate_up = nn.Linear(c.hidden_size, 2 * c.inner_size, bias=False)
+        self.down = nn.Linear(c.inner_size, c.hidden_size, bias=False)
 
-    @cached_property
-    def positions_R(self) -> Tensor:
-        """Of each mask in its own document, from 0."""
-        flat = torch.tensor([a for own in self.anchors for a in own], dtype=torch.int64)
-        return (flat.unsqueeze(1) + torch.arange(1, self.size + 1)).flatten().to(self.documents.device)
+    def copy_from(self, layer: Layer) -> None:
+        if layer.down.bias is not None:
+            raise UserError("flex.parametrisation=layers: this target's feed-forward blocks have biases. Use full")
+        self.gate_up.weight.copy_(layer.gate_up)
+        self.down.weight.copy_(layer.down.weight)
+        for name, gain in self.norms.items():
+            gain.copy_(layer.norms[name])
+
+    def over(self, layer: Layer, dtype: torch.dtype) -> Layer:
+        gains = {name: gain.to(dtype) for name, gain in self.norms.items()}
+        down = Affine(self.down.weight, None)
+        return replace(layer, gate_up=self.gate_up.weight, down=down, norms=layer.norms | gains)
 
 
 class DraftAttention(nn.Module):
-    """What masks use instead of a layer's own projections; gains multiply as they stand, in every family."""
+    """What masks use instead of a layer's own projections, or of all of it; gains multiply as they stand, in all
+    families."""
 
     def __init__(self, c: FlexDraftConfig) -> None:
         super().__init__()
@@ -111,6 +126,7 @@ class DraftAttention(nn.Module):
         self.o_proj = Linear(wide, c.hidden_size, bias=c.out_bias)
         self.q_norm = nn.Parameter(torch.ones(c.head_dim)) if c.qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(c.head_dim)) if c.qk_norm else None
+        self.block = DraftBlock(c) if c.inner_size else None
 
     @torch.no_grad()
     def copy_from(self, layer: Layer) -> None:
@@ -126,6 +142,12 @@ class DraftAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             self.q_norm.copy_(layer.norms["q_norm"])
             self.k_norm.copy_(layer.norms["k_norm"])
+        if self.block is not None:
+            self.block.copy_from(layer)
+
+    def rest(self, layer: Layer, dtype: torch.dtype) -> Layer:
+        """What masks use of a layer besides its attention."""
+        return layer if self.block is None else self.block.over(layer, dtype)
 
     def project(self, x_BRH: Tensor) -> Tensor:
         return torch.cat((self.q_proj(x_BRH), self.k_proj(x_BRH), self.v_proj(x_BRH)), -1)
@@ -217,9 +239,10 @@ class FlexDraft(nn.Module):
         x = self.mask.to(target.dtype).expand(*positions_BR.shape, -1)
         for index, (own, layer) in enumerate(zip(self.layers, target.layers[split:], strict=True), split):
             assert isinstance(own, DraftAttention)
-            qkv = own.project(target.norm(x, layer.norms["input_layernorm"]))
+            rest = own.rest(layer, x.dtype)
+            qkv = own.project(target.norm(x, rest.norms["input_layernorm"]))
             heads = target.split_heads(qkv, own.gains(qkv.dtype), ropes[layer.kind])
-            x = target.finish(layer, x, own.o_proj(attention(index, *heads)))
+            x = target.finish(rest, x, own.o_proj(attention(index, *heads)))
         return target.norm(x, target.final_norm)
 
     def groups(self, target: Target, keys: Keys, groups: Groups) -> Tensor:
@@ -271,13 +294,16 @@ class FlexDraft(nn.Module):
         y = self.mask.to(x.dtype).expand(B, T * size, -1)
         for index, (own, layer) in enumerate(zip(self.layers, target.layers[split:], strict=True), split):
             assert isinstance(own, DraftAttention)
-            gain = layer.norms["input_layernorm"]
-            qkv = linear(target.norm(x, gain), layer.qkv, layer.qkv_bias)
+            rest = own.rest(layer, x.dtype)
+            qkv = linear(target.norm(x, layer.norms["input_layernorm"]), layer.qkv, layer.qkv_bias)
             mixed = sight.tokens(index, *target.split_heads(qkv, layer.norms, sight.ropes[layer.kind]))
-            qkv = own.project(target.norm(y, gain))
+            qkv = own.project(target.norm(y, rest.norms["input_layernorm"]))
             heads = target.split_heads(qkv, own.gains(qkv.dtype), sight.mask_ropes[layer.kind])
             both = linear(mixed, layer.out.weight, layer.out.bias), own.o_proj(sight.masks(index, *heads))
-            x, y = target.finish(layer, torch.cat((x, y), 1), torch.cat(both, 1)).split([T, T * size], 1)
+            if rest is layer:  # one product serves both kinds of rows
+                x, y = target.finish(layer, torch.cat((x, y), 1), torch.cat(both, 1)).split([T, T * size], 1)
+            else:
+                x, y = target.finish(layer, x, both[0]), target.finish(rest, y, both[1])
         final = target.norm(torch.cat((x, y), 1), target.final_norm)
         return final[:, :T], final[:, T:].unflatten(1, (T, size))
 
@@ -337,52 +363,3 @@ def late_keys(target: Target, split: int, ids_T: Tensor, documents: Documents) -
 
     states = target.packed_features(ids_T, documents, see)
     return keys, states.final_BTH[0]
-
-
-def attend_groups(
-    q_NRD: Tensor,
-    own: tuple[Tensor, Tensor],
-    prefix: tuple[Tensor, Tensor],
-    groups: Groups,
-    scale: float,
-    softcap: float | None = None,
-    window: int | None = None,
-) -> Tensor:
-    """Masks over the tokens of their document up to their anchor, and over their own group -> [R, N*D].
-
-    `own` are the masks' keys and values [K, R, D], `prefix` those of the tokens [1, K, T, D]. One softmax over the two
-    parts: nothing of the size of masks times masks is formed.
-    """
-    k_KRD, v_KRD = own
-    N, _, D = q_NRD.shape
-    K, size = k_KRD.shape[0], groups.size
-    parts, start = [], 0
-    for span, anchors in zip(groups.documents.spans, groups.anchors, strict=True):
-        if not len(anchors):
-            continue
-        rows, seen = slice(start, start + len(anchors) * size), max(anchors) + 1
-        start = rows.stop
-        near = slice(span.start, span.start + seen)
-        q = q_NRD[:, rows].reshape(K, N // K, len(anchors), size, D)
-        k, v = (t[:, rows].reshape(K, 1, len(anchors), size, D) for t in (k_KRD, v_KRD))
-        k_prefix, v_prefix = (t[0, :, near].to(q.dtype) for t in prefix)
-        far = _capped((q.reshape(K, -1, D) @ k_prefix.transpose(1, 2)) * scale, softcap)
-        far = far.view(K, N // K, len(anchors), size, seen).masked_fill(_hidden(groups, rows, seen, window), -torch.inf)
-        close = _capped(q @ k.transpose(3, 4) * scale, softcap)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        weights = torch.cat((far, close), -1).to(wide).softmax(-1).to(q.dtype)
-        out = (weights[..., :seen].reshape(K, -1, seen) @ v_prefix).view(q.shape) + weights[..., seen:] @ v
-        parts.append(out.reshape(N, -1, D))
-    return torch.cat(parts, 1).transpose(0, 1).flatten(1)
-
-
-def _capped(scores: Tensor, softcap: float | None) -> Tensor:
-    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
-
-
-def _hidden(groups: Groups, rows: slice, seen: int, window: int | None) -> Tensor:
-    """bool [groups, size, seen]: what a mask does not see of its document's tokens."""
-    positions = groups.positions_R[rows].view(-1, groups.size, 1)
-    token = torch.arange(seen, device=positions.device)
-    hidden = token >= positions[:, :1]  # mask 0 stands right behind the anchor
-    return hidden if window is None else hidden | (positions - token >= window)

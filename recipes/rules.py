@@ -30,7 +30,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.states": ("none", "bf16", "fp8"),
     "eagle.init_vocab": ("keep", "replace"),
     "flex.loss": ("soft", "hard"),
-    "flex.parametrisation": ("full", "lora"),
+    "flex.parametrisation": ("full", "lora", "layers"),
     "eval.flex_mode": ("auto", "parallel", "sequential"),
     "eagle.objective": OBJECTIVES,
     "eagle.normaliser": NORMALISERS,

@@ -100,7 +100,7 @@ class FlexConfig:
     """Of FlexDraft: the target's last layers draft a block with attention of their own."""
 
     layers: int = 0  # tuned ones, the last of the target; 0 = a third of them
-    parametrisation: str = "full"  # copies of the projections of its attention | lora = low-rank adapters on them
+    parametrisation: str = "full"  # copies of q, k, v, o | lora = adapters on them | layers = copies of whole layers
     lora_rank: int = 16  # of the adapters
     block_size: int = 16  # masks of a group, one more than it drafts
     anchors: int = 32  # groups a row, drawn anew each epoch

@@ -70,6 +70,7 @@ def arms_of(target_layers: int) -> list[Arm]:
         (f"{few} layers", {"layers": few}),
         (f"{many} layers", {"layers": many}),
         ("low-rank adapters", {"parametrisation": "lora"}),
+        ("whole layers, feed-forward blocks too", {"parametrisation": "layers"}),
         ("block 8", {"block_size": 8}),
         ("block 4", {"block_size": 4}),
         ("calibrator, learned with the masks", {"calibrator": True}),
@@ -215,7 +216,6 @@ def page(bench: Bench, arms: list[Arm], modes: str) -> str:
         "tau is `flex`, sequential, every draft of a block verified; a block of n drafts n - 1 tokens, so that smaller "
         "ones have lower ceilings. Looping answers are left out.",
         f"## Drafting in parallel or after verification, by batch\n\n{modes}" if modes else "",
-        "Not measured: copies of whole layers (feed-forward blocks too), which Espalier does not train.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 

@@ -79,6 +79,8 @@ def flexdraft_cost(recipe: Recipe, prompts: int) -> str:
     size = hidden + layers * 2 * hidden * (heads + kv) * head
     if flex.parametrisation == "lora":
         size = hidden + layers * 2 * flex.lora_rank * (2 * hidden + (heads + kv) * head)
+    if flex.parametrisation == "layers":
+        size += layers * (3 * int(config["intermediate_size"]) + 2) * hidden
     rows = ceil(t.micro_batch_tokens / recipe.data.max_length) * flex.anchors * flex.block_size
     # of each mask in each tuned layer, about what its backward needs: five states, three of the feed-forward block
     masks = layers * rows * (5 * hidden + 3 * int(config["intermediate_size"])) * _width(recipe)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from data_prep.supervision import supervised
 from models.attention import Documents, sent
-from models.flexdraft import Calibrator, FlexDraft, FlexDraftConfig, Groups, Keys, late_keys
+from models.flex_groups import Groups
+from models.flexdraft import Calibrator, FlexDraft, FlexDraftConfig, Keys, late_keys
 from models.target import Target
 from recipes.schema import FlexConfig
 from train.batches import Batch
@@ -214,7 +215,8 @@ class FlexLoss(MaskLoss):
         calibrator multiply is too small to count."""
         predicting = int(sums[SUPERVISED].sum())
         head = 4.0 * predicting * self.config.hidden_size * self.config.vocab_size
-        masks = self.work(sums, tokens, pairs, 2 if self.config.lora_rank else 3, 3, 2)
+        c = self.config
+        masks = self.work(sums, tokens, pairs, 2 if c.lora_rank else 3, 3, 3 if c.inner_size else 2)
         return Arithmetic(masks + head, target_arithmetic(self.target, tokens, predicting, pairs))
 
 

@@ -52,7 +52,9 @@ class FlexFamily(run.Family):
     ) -> tuple[Objective, Prepared]:
         cfg = recipe.flex
         ranks = cfg.calibrator_rank * cfg.calibrator, cfg.lora_rank * (cfg.parametrisation == "lora")
-        drafter = FlexDraft(FlexDraftConfig.from_target(target, cfg.layers, cfg.block_size, *ranks)).to(target.device)
+        whole = cfg.parametrisation == "layers"
+        config = FlexDraftConfig.from_target(target, cfg.layers, cfg.block_size, *ranks, whole=whole)
+        drafter = FlexDraft(config).to(target.device)
         drafter.init_from_target(target, [ids for ids, _ in first_rows(prepared.train)])
         return FlexLoss(drafter, teacher, Learning(cfg, recipe.seed, bf16, kept_features(recipe))), prepared
 

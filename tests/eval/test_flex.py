@@ -14,8 +14,9 @@ from eval.engine import Engines
 from eval.plan import settings_of
 from eval.settings import Settings
 from models.attention import Documents
+from models.flex_groups import Groups
 from models.flex_layout import check_flexdraft, load_flexdraft, save_flexdraft
-from models.flexdraft import FlexDraft, FlexDraftConfig, Groups, late_keys
+from models.flexdraft import FlexDraft, FlexDraftConfig, late_keys
 from models.target import Target, load_target
 from recipes.files import read_json, write_json
 from recipes.schema import EvalConfig, Recipe, TargetConfig, UserError

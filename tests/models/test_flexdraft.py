@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models.attention import Documents
-from models.flexdraft import FlexDraft, FlexDraftConfig, Groups, attend_groups, late_keys
+from models.flex_groups import Groups, attend_groups
+from models.flexdraft import FlexDraft, FlexDraftConfig, late_keys
 from models.target import Target, load_target
 from recipes.schema import TargetConfig, UserError
 from tests.tiny import tiny_model_folder

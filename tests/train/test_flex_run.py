@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from models.flex_layout import check_flexdraft, load_flexdraft
+from models.flexdraft import FlexDraft, FlexDraftConfig
 from models.target import Target
 from recipes.files import read_json, write_json
 from recipes.schema import UserError
@@ -184,5 +185,9 @@ def test_parameters_are_counted_right(arguments: list[str], target: Target, tmp_
     given = recipe(arguments, tmp_path)
     count = sum(p.numel() for p in objective(target).drafter.parameters())
     assert f"drafter: {count:,} trained parameters" in flexdraft_cost(given, 10)
+    layers = FlexDraft(FlexDraftConfig.from_target(target, 3, 4, whole=True))
+    count_layers = sum(p.numel() for p in layers.parameters())
+    given_layers = recipe(arguments, tmp_path, "flex.parametrisation=layers")
+    assert f"drafter: {count_layers:,} trained parameters" in flexdraft_cost(given_layers, 10)
     whole = sum(p.numel() for p in objective(target, calibrator=8).drafter.parameters())
     assert f"drafter: {whole - count:,} trained parameters" in calibrator_cost(given, 10)
