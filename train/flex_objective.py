@@ -40,7 +40,7 @@ class FlexInputs(NamedTuple):
     supervised_SG: Tensor
     step_n: Tensor  # of each supervised mask, from 0: mask j is at step j - 1
     group_n: Tensor
-    teacher: list[int]
+    teacher: np.ndarray  # as train.objective.Slots has it
     teacher_n: Tensor
     next_n: Tensor
     bonus_n: Tensor  # the token that stands at its group's mask 0
@@ -135,7 +135,7 @@ class MaskLoss(Objective):
         on_SG, *moved = (sent(t, device) for t in parts)
         step_n, group_n, moved_n, next_n, bonus_n = moved
         final_mH = final_TH[teaches_m.to(device)]
-        chosen = (step_n, group_n, teacher_n.tolist(), moved_n, next_n, bonus_n)
+        chosen = (step_n, group_n, teacher_n.numpy(), moved_n, next_n, bonus_n)
         return FlexInputs(groups, keys, final_mH, on_SG, *chosen, found)
 
     def counts(self, inputs: FlexInputs) -> Tensor:

@@ -5,6 +5,7 @@ n slots, m positions that teach some slot, H hidden, V vocabulary.
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ class Wanted(NamedTuple):
     """What each slot should say; slots are in the order of their teachers, and every position teaches some slot."""
 
     final_mH: Tensor  # the target's final normed states
-    teacher: list[int]  # [n], on the host
+    teacher: np.ndarray  # [n], on the host
     teacher_n: Tensor
     next_n: Tensor  # the row's own token
     weight_n: Tensor  # of the slot in the loss
@@ -67,7 +68,7 @@ class _Head(torch.autograd.Function):
 def _judge(target: Target, wanted: Wanted, part: slice, logits_cV: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy and arg-max of a chunk's slots [c]; the weighted loss's gradient is written over their logits."""
     if wanted.soft:
-        first, last = wanted.teacher[part.start], wanted.teacher[part.stop - 1]
+        first, last = int(wanted.teacher[part.start]), int(wanted.teacher[part.stop - 1])
         teacher = target.logits(wanted.final_mH[first : last + 1])
         lse = best_and_mass(teacher)[1]
         judged = judge(logits_cV, teacher, wanted.teacher_n[part] - first, lse, wanted.weight_n[part], Loss())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from models.attention import Documents
-from models.flex_groups import Groups, attend_groups
+from models.flex_groups import Groups, attend_groups, attend_padded
 from models.flexdraft import FlexDraft, FlexDraftConfig, late_keys
 from models.target import Target, load_target
 from recipes.schema import TargetConfig, UserError
@@ -58,13 +58,18 @@ def test_groups_attend_as_one_dense_masked_attention(shape: list[tuple[int, int]
     q = torch.randn(4, R, 8, generator=draw, dtype=torch.float64, requires_grad=True)
     own = [torch.randn(2, R, 8, generator=draw, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     prefix = [torch.randn(1, 2, T, 8, generator=draw, dtype=torch.float64) for _ in range(2)]
-    found = attend_groups(q, (own[0], own[1]), (prefix[0], prefix[1]), groups, 0.3)
     wanted = dense(q, (own[0], own[1]), (prefix[0], prefix[1]), groups, 0.3)
-    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
     weight = torch.randn(wanted.shape, generator=draw, dtype=torch.float64)
-    got = torch.autograd.grad((found * weight).sum(), [q, *own])
-    for one, other in zip(got, torch.autograd.grad((wanted * weight).sum(), [q, *own]), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    slopes = torch.autograd.grad((wanted * weight).sum(), [q, *own])
+    for way in (attend_groups, attend_padded):
+        found = way(q, (own[0], own[1]), (prefix[0], prefix[1]), groups, 0.3)
+        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
+        got = torch.autograd.grad((found * weight).sum(), [q, *own])
+        for one, other in zip(got, slopes, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    for softcap, window in ((None, 3), (5.0, None), (5.0, 4)):
+        parts = (q, (own[0], own[1]), (prefix[0], prefix[1]), groups, 0.3, softcap, window)
+        torch.testing.assert_close(attend_padded(*parts), attend_groups(*parts), atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
