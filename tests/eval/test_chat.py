@@ -172,7 +172,8 @@ def test_mistakes_are_one_screen_before_weights_load(
 def test_the_tuners_shape_is_used(world: World, target: Target, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = Recipe(recipe="tiny", decoder="graft")
     folder = world.folder / "drafter"
-    row = {"depth": 2, "branch": 3, "nodes": 5, "gates": [0.5, 0.5, 0.5], "tokens_per_s": 1.0, "decoder": "graft"}
+    shape = {"depth": 2, "branch": 3, "nodes": 5, "gates": [0.5, 0.5, 0.5], "parallel": False}
+    row = shape | {"tokens_per_s": 1.0, "decoder": "graft"}
     about = {
         "measured_on": environment(target),
         "target": target.fingerprint,
