@@ -1,4 +1,4 @@
-"""What a drafter's config.json says that an engine would stop at, read otherwise or leave out. Pure, as in findings.py."""
+"""What a config.json says that an engine would stop at, read otherwise or leave out. Pure, as in findings.py."""
 
 import math
 from collections.abc import Iterator
@@ -23,6 +23,7 @@ COUNTS = (
     "max_position_embeddings",
     "block_size",
 )
+FLOATS = ("F64", "F32", "F16", "BF16")
 SHORT = 4096  # positions; below them a drafter is too short for most serving
 POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "mistral": 131072}  # where config.json does not say
 ORIGINAL = "original_max_position_embeddings"
@@ -97,7 +98,9 @@ def flags(facts: Facts, draft: Draft) -> Iterator[Finding]:
         what = f"{', '.join(draft.old)}: names that SGLang still reads as fc_norm's, and vLLM does not know"
         yield Finding(True, VLLM, what, "python -m models.export layout=portable writes today's", VLLM)
     if config.get("fc_norm") and (config.get("norm_before_fc") or draft.nested.get("norm_before_fc")):
-        what = "fc_norm and norm_before_fc are both on: vLLM norms the states twice, and Espalier decodes no such drafter"
+        what = (
+            "fc_norm and norm_before_fc are both on: vLLM norms the states twice, and Espalier decodes no such drafter"
+        )
         yield Finding(False, BOTH, what, "make sure that it was trained so", loud=True)
     yield from _hidden_flags(facts, draft)
     if draft.nested.get("use_aux_hidden_state") is False:
@@ -132,8 +135,7 @@ def unusual(facts: Facts, draft: Draft) -> Iterator[Finding]:
         return
     if config.get("quantization_config"):
         what = "quantization_config: engines would build quantised layers"
-        fit = all(stored.dtype in ("F64", "F32", "F16", "BF16", "I64", "I32", "BOOL") for stored in draft.tensors.values())
-        if fit and draft.tensors:
+        if any(name.endswith("_proj.weight") and stored.dtype in FLOATS for name, stored in draft.tensors.items()):
             yield Finding(True, BOTH, f"{what}, and the weights are plain floats", "remove it from config.json", BOTH)
     scale = config.get("logit_scale")
     if scale is not None and not (is_number(scale) and scale > 0):
@@ -153,6 +155,7 @@ def unusual(facts: Facts, draft: Draft) -> Iterator[Finding]:
 def _window(config: dict[str, Any], draft: Draft) -> Iterator[Finding]:
     """A sliding attention: vLLM follows layer_types, SGLang none of it."""
     size, kinds = config.get("sliding_window"), config.get("layer_types")
+    used = config.get("use_sliding_window", "qwen" not in str(config.get("model_type")))  # Qwen's own default is off
     slides = isinstance(kinds, list) and "sliding_attention" in kinds[: draft.layers]
     if slides and (type(size) is not int or size < 1):
         what = f"layer_types names a sliding attention, and sliding_window is {size!r}"
@@ -160,7 +163,7 @@ def _window(config: dict[str, Any], draft: Draft) -> Iterator[Finding]:
     elif slides:
         what = f"a window of {size} tokens (layer_types), which SGLang's drafter does not know: it sees all"
         yield Finding(False, SGLANG, what, "serve it with vLLM past that length", loud=True)
-    elif size is not None and config.get("use_sliding_window", True) and kinds is None:
+    elif size is not None and kinds is None and used:
         what = f"sliding_window={size!r} without layer_types: both engines' drafters see all"
         cure = "write layer_types if it was trained with a window, else remove sliding_window"
         yield Finding(False, BOTH, what, cure, loud=True)

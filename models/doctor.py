@@ -26,7 +26,6 @@ from models.taps import engine_taps
 from recipes.files import user_path
 from recipes.schema import TargetConfig, UserError
 
-
 NO_TARGET = "not simulated: no target= was given, so that nothing was compared with one"
 WORTHLESS = 1.05  # tau below which drafting costs more than it saves on any machine
 
@@ -77,7 +76,8 @@ def examine(folder: Path, cfg: TargetConfig | None = None, engines: tuple[str, .
     if cfg is None or not known:
         return report
     if report.fatal:
-        why = f"not simulated: a fatal fault comes first ({next((f.what for f in found if f.fatal), 'no engine serves it')})"
+        first = next((f.what for f in found if f.fatal), "no engine serves it")
+        why = f"not simulated: a fatal fault comes first ({first})"
         others = any(reading.verdict == "serves" for reading in readings)
         return replace(report, no_tau=f"{why}; engine= leaves the faults of the other engine out" if others else why)
     try:

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from models.config_findings import counts, flags, positions, rotary, unusual
+from models.config_findings import FLOATS, counts, flags, positions, rotary, unusual
 from models.facts import Facts, Stored, rope_of
 from models.fault import BOTH, SGLANG, VLLM, Finding, listed
 from models.kinds import ARCHITECTURES, Draft, architectures
 from models.shapes import dflash_shapes, eagle3_shapes
 from models.taps import tap_findings, target_layers, whole_numbers
 
-FLOATS = ("F64", "F32", "F16", "BF16")
 OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "mask_hidden")
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "partial_rotary_factor")
 LONGEST = 400  # characters of a finding
@@ -325,7 +324,9 @@ def against_target(facts: Facts, draft: Draft) -> Iterator[Finding]:
     if any(own.get(k) != theirs.get(k) for k in ("rope_theta", "rope_type")) or any(a != b for a, b in scales):
         what = f"RoPE {_rope(own)} where the target has {_rope(theirs)}"
         ours = stated is not None  # Espalier trains with the target's own
-        yield Finding(ours, BOTH, what, "write the RoPE that it was trained with: nearly always the target's", loud=not ours)
+        yield Finding(
+            ours, BOTH, what, "write the RoPE that it was trained with: nearly always the target's", loud=not ours
+        )
 
 
 def _embedding(facts: Facts) -> Iterator[Finding]:
@@ -333,12 +334,15 @@ def _embedding(facts: Facts) -> Iterator[Finding]:
     found = facts.embedding
     if found is None or not found.differ or "embed_tokens.weight" in facts.all_zero:
         return
-    what = f"embed_tokens.weight is not the target's in {found.differ} of {found.rows} rows (mean cosine {found.cosine:.2f})"
+    what = f"embed_tokens.weight is not the target's in {found.differ} of {found.rows} rows "
+    what += f"(mean cosine {found.cosine:.2f})"
     if found.cosine < FOREIGN:
         yield Finding(True, BOTH, f"{what}: another model's", "take it from the target, or leave it out")
     else:
         what += ": SGLang drafts with the target's in its place, vLLM with this one"
-        yield Finding(True, SGLANG, what, "leave it out, unless the drafter was trained with it: then serve it with vLLM")
+        yield Finding(
+            True, SGLANG, what, "leave it out, unless the drafter was trained with it: then serve it with vLLM"
+        )
 
 
 def _rope(rope: dict[str, object]) -> str:

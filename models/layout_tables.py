@@ -179,7 +179,7 @@ def engine_config(config: Eagle3Config, layout: str, dtype: str, verifier: dict[
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
-        "transformer_layer_config": block(config),
+        "transformer_layer_config": block(config) | {"num_aux_hidden_states": len(config.taps)},  # vLLM looks there
         **shared,
         "speculators_config": {
             "algorithm": "eagle3",

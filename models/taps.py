@@ -64,10 +64,16 @@ def tap_findings(facts: Facts, draft: Draft) -> Iterator[Finding]:
         return
     if sorted(set(taps)) != taps:
         cure = "order fc's columns by depth, and write the ids so"
-        yield Finding(True, VLLM, f"taps [{listed(taps)}] are not ascending and distinct: vLLM sorts them in silence", cure)
+        yield Finding(
+            True, VLLM, f"taps [{listed(taps)}] are not ascending and distinct: vLLM sorts them in silence", cure
+        )
     if n is not None and (max(taps) > n or min(taps) < 0):
         yield Finding(
-            True, BOTH, f"taps [{listed(taps)}] lie outside h[0..{n}] of a target of {n} layers", "name layers it has", VLLM
+            True,
+            BOTH,
+            f"taps [{listed(taps)}] lie outside h[0..{n}] of a target of {n} layers",
+            "name layers it has",
+            VLLM,
         )
     if min(taps) == 0:
         yield Finding(True, SGLANG, "h[0] is tapped, which SGLang cannot capture", "train with taps from 1 on")
@@ -82,7 +88,9 @@ def _places(top: list[int] | None, outputs: list[int] | None, n: int | None) -> 
         what = f"taps disagree: vLLM would capture h[{listed(top)}], SGLang h[{listed(outputs)}]"
         yield Finding(True, BOTH, what, f"in eagle_config each id is one lower than in the top-level {KEY}")
     elif top and not outputs and not _is_default(top, n):
-        what = f"taps [{listed(top)}] stand only at the top level: SGLang looks in eagle_config and takes the default ones"
+        what = (
+            f"taps [{listed(top)}] stand only at the top level: SGLang looks in eagle_config and takes the default ones"
+        )
         cure = f'add "eagle_config": {{"{KEY}": [{listed([t - 1 for t in top])}]}}'
         yield Finding(True, SGLANG, what, cure)
     elif outputs and not top:

@@ -148,7 +148,9 @@ def _why_not_read(path: Path, error: Exception) -> str:
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(f"drafter={path.parent}: {path.name} cannot be read: {_first_line(error)}. Export or copy it again.")
+    return UserError(
+        f"drafter={path.parent}: {path.name} cannot be read: {_first_line(error)}. Export or copy it again."
+    )
 
 
 def _first_line(error: Exception) -> str:

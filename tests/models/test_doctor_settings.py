@@ -101,6 +101,17 @@ def test_flags_of_the_block_alone_are_a_fault_of_the_speculators_layout(target: 
     assert fatal.what.startswith("norm_output only inside transformer_layer_config") and fatal.engines == ("vLLM",)
 
 
+def test_a_fourth_tap_must_be_told_where_vllm_looks(tiny_target: Callable[..., Any], tmp_path: Path) -> None:
+    folder = export(tiny_target("llama", taps=[1, 2, 4, 7]), tmp_path / "d")
+    to_speculators(folder, norm_before_residual=True)
+    inside = json.loads((folder / "config.json").read_text())
+    assert not examine(folder).fatal
+    block = inside["transformer_layer_config"]
+    config(folder, num_aux_hidden_states=block.pop("num_aux_hidden_states"), transformer_layer_config=block)
+    (fatal,) = [f for f in examine(folder).findings if f.fatal]
+    assert fatal.what.startswith("num_aux_hidden_states=4 only at the top level") and fatal.stops == ("vLLM",)
+
+
 def test_names_of_old_are_sglangs(target: Target, tmp_path: Path) -> None:
     folder = export(target, tmp_path / "d")
     to_eagle31(folder)
