@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from models.attention import Asking, Documents, Heads, attend, causal_plus_diagonals
+from models.attention import Documents, Heads, attend
 from models.cache import KVCache
 from models.eagle3_layer import AttendFn, Head, Layer, RMSNorm, picked
 from models.kernels import kernels, serve
 from models.linear import Linear, linear
 from models.target import Target
+from models.unroll_attention import Asking, causal_plus_diagonals
 from models.vocab import VocabMap
 
 

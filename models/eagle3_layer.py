@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from models.lean import gated, remade, rms_norm, rotate
+from models.lean import gated, normed_pair, remade, rms_norm, rotate
 from models.linear import Linear
 
 if TYPE_CHECKING:
@@ -99,13 +99,13 @@ class Layer(nn.Module):
         """The outputs of all slots, or of the `asking` ones; every slot makes keys and values. `lean`: hold less for
         the backward and make it again."""
 
-        def read() -> tuple[Tensor, Tensor]:
-            normed_BTH = self.hidden_norm(state_BTH)
-            return torch.cat((self.input_layernorm(embed_BTH), normed_BTH), dim=-1), normed_BTH
+        def read() -> Tensor:
+            gains = self.input_layernorm.weight, self.hidden_norm.weight
+            return normed_pair(embed_BTH, gains[0], state_BTH, gains[1], self.hidden_norm.eps)
 
-        x, normed_BTH = read()
-        residual = picked(normed_BTH if self.norm_before_residual else state_BTH, asking_n, 1)
-        with remade(x, lambda: read()[0], lean):
+        x = read()
+        residual = picked(x[..., embed_BTH.shape[-1] :] if self.norm_before_residual else state_BTH, asking_n, 1)
+        with remade(x, read, lean):
             q, k, v = self.self_attn.project(x, rope, asking_n)
         h = residual + self.self_attn.o_proj(attention(q, k, v))
         normed = self.post_attention_layernorm(h)

@@ -27,6 +27,14 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return out
 
 
+def normed_pair(x: Tensor, x_gain: Tensor, y: Tensor, y_gain: Tensor, eps: float) -> Tensor:
+    """[norm of x ; norm of y], each with its own gain."""
+    if x.dtype not in HALF or x.dtype != y.dtype:
+        return torch.cat((rms_norm(x, x_gain, eps), rms_norm(y, y_gain, eps)), -1)
+    out: Tensor = _NormedPair.apply(x, x_gain, y, y_gain, eps)
+    return out
+
+
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     if gate.dtype not in HALF:
@@ -79,24 +87,55 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, gain: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, gain)
         ctx.eps = eps
-        if x.is_cuda:
-            from models import fused_train
-
-            return fused_train.norm(x, gain, eps)
-        return F.rms_norm(x.float(), gain.shape, gain.float(), eps).to(x.dtype)
+        return _normed(x, gain, eps)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None]:
         x, gain = ctx.saved_tensors
-        if x.is_cuda:
-            from models import fused_train
+        return *_norm_gradients(grad, x, gain, ctx.eps, ctx.needs_input_grad[0]), None
 
-            return *fused_train.norm_gradients(grad, x, gain, ctx.eps), None
-        wide, scaled = x.float(), grad.float() * gain.float()
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
-        normed = wide * inverse
-        dx = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-        return dx.to(x.dtype), (grad.float() * normed).flatten(0, -2).sum(0).to(gain.dtype), None
+
+class _NormedPair(torch.autograd.Function):
+    """Two norms, written side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, x_gain: Tensor, y: Tensor, y_gain: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, x_gain, y, y_gain)
+        ctx.eps, size = eps, x.shape[-1]
+        out = x.new_empty(*x.shape[:-1], size + y.shape[-1])
+        _normed(x, x_gain, eps, out[..., :size])
+        _normed(y, y_gain, eps, out[..., size:])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, x_gain, y, y_gain = ctx.saved_tensors
+        size, wanted = x.shape[-1], ctx.needs_input_grad
+        dx, dx_gain = _norm_gradients(grad[..., :size], x, x_gain, ctx.eps, wanted[0])
+        dy, dy_gain = _norm_gradients(grad[..., size:], y, y_gain, ctx.eps, wanted[2])
+        return dx, dx_gain, dy, dy_gain, None
+
+
+def _normed(x: Tensor, gain: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+    if x.is_cuda:
+        from models import fused_train
+
+        return fused_train.norm(x, gain, eps, out)
+    normed = F.rms_norm(x.float(), gain.shape, gain.float(), eps).to(x.dtype)
+    return normed if out is None else out.copy_(normed)
+
+
+def _norm_gradients(grad: Tensor, x: Tensor, gain: Tensor, eps: float, wanted: bool) -> tuple[Tensor | None, Tensor]:
+    """Of x, where `wanted`, and of the gain."""
+    if x.is_cuda:
+        from models import fused_train
+
+        return fused_train.norm_gradients(grad, x, gain, eps, wanted)
+    wide, scaled = x.float(), grad.float() * gain.float()
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = wide * inverse
+    dx = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    return dx.to(x.dtype) if wanted else None, (grad.float() * normed).flatten(0, -2).sum(0).to(gain.dtype)
 
 
 class _Gated(torch.autograd.Function):

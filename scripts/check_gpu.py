@@ -21,9 +21,10 @@ from eval.settings import Settings
 from eval.tree import FIELDS, DraftTree
 from eval.verify import Drafts, follow
 from models import lean
-from models.attention import Asking, Documents, causal_plus_diagonals, reference_causal_plus_diagonals
+from models.attention import Documents
 from models.sampling import best_and_mass, draw, law, sample
 from models.target import Target, load_target
+from models.unroll_attention import Asking, causal_plus_diagonals, reference_causal_plus_diagonals
 from recipes.schema import DECODERS, OBJECTIVES, TargetConfig
 from scripts.bench_rules import random_drafts
 from tests.tiny import tiny_drafter, tiny_model_folder
@@ -151,13 +152,13 @@ def losses_are_judged_alike(name: str) -> bool:
     return all(held)
 
 
-def asking_slots_attend_alike(dtype: torch.dtype) -> bool:
-    """Queries of some slots of packed documents, one of them with none, and three diagonals: flash attention and the
-    scores written out, outputs and gradients. fp32 has no flash kernel and is the reference itself."""
+def asking_slots_attend_alike(dtype: torch.dtype, squares: bool) -> bool:
+    """Queries of some slots of packed documents, one of them with none, and three diagonals: the kernels for runs, or
+    those for squares, and the scores written out, outputs and gradients. fp32 has neither: the reference itself."""
     torch.manual_seed(0)
     documents = Documents([130, 1, 300, 7, 64], torch.device("cuda"))
     slots = torch.cat([torch.arange(40, 120), torch.arange(140, 200), torch.arange(260, 431), torch.arange(440, 490)])
-    (asking,) = Asking.nested([slots], documents)
+    (asking,) = Asking.nested([slots], documents, squares)
     shapes = [(8, len(slots), 64), *[(2, documents.total, 64)] * 2, *[(2, len(slots), 64)] * 6]
     exact = [torch.randn(shape, device="cuda").to(dtype).float().requires_grad_() for shape in shapes]
     rough = [t.detach().to(dtype).requires_grad_() for t in exact]
@@ -180,7 +181,8 @@ def trained_layer_parts_are_alike() -> bool:
     def parts(x: torch.Tensor, up: torch.Tensor) -> list[torch.Tensor]:
         heads = x.unflatten(-1, (9, 64)).transpose(0, 1).unsqueeze(0)
         turned = lean.rotate(heads, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
-        return [lean.rms_norm(x, gain, 1e-5), lean.gated(x, up), turned]
+        pair = lean.normed_pair(x, gain, up.detach(), gain + 1, 1e-5)
+        return [lean.rms_norm(x, gain, 1e-5), pair, lean.gated(x, up), turned]
 
     rough = [torch.randn(300, 576, device="cuda").bfloat16().requires_grad_() for _ in range(2)]
     exact = [t.detach().float().requires_grad_() for t in rough]
@@ -200,7 +202,10 @@ def main() -> None:
     alone |= {f"rule {rule.name}": rule_judges_alike(rule) for rule in TABLE}
     alone["layers in training"] = trained_layer_parts_are_alike()
     alone |= {f"loss {name}": losses_are_judged_alike(name) for name in OBJECTIVES}
-    alone |= {f"unroll attention in {d}": asking_slots_attend_alike(d) for d in (torch.float32, torch.bfloat16)}
+    layouts = ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True))
+    alone |= {
+        f"unroll attention in {d}, {'squares' if s else 'runs'}": asking_slots_attend_alike(d, s) for d, s in layouts
+    }
     failed = sum(not held for held in alone.values())
     print(", ".join(f"{what}: {'equal' if held else 'DIFFERENT'}" for what, held in alone.items()))
     for family in ("llama", "qwen3", "mistral", "gemma3_text"):

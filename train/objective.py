@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from data_prep.supervision import supervised
-from models.attention import Asking, Documents
+from models.attention import Documents
 from models.eagle3 import Eagle3
 from models.eagle3_layer import picked
 from models.target import Target
+from models.unroll_attention import Asking
 from models.vocab import VocabMap
 from recipes.schema import EagleConfig
 from train.batches import Batch, Pack

@@ -11,14 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from models.attention import (
-    Asking,
-    Documents,
-    attend,
-    attend_documents,
-    causal_plus_diagonals,
-    reference_causal_plus_diagonals,
-)
+from models.attention import Documents, attend, attend_documents
+from models.unroll_attention import Asking, causal_plus_diagonals, reference_causal_plus_diagonals
 
 CPU = torch.device("cpu")
 
@@ -74,12 +68,14 @@ def test_the_merged_softmax_and_all_gradients_equal_the_reference(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=5),
     heads=st.sampled_from([(1, 1), (4, 2), (4, 1)]),
     shares=st.lists(st.floats(0.0, 1.0), min_size=1, max_size=4),
+    squares=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_queries_of_nested_slots_equal_those_of_all(
-    lengths: list[int], heads: tuple[int, int], shares: list[float], seed: int
+    lengths: list[int], heads: tuple[int, int], shares: list[float], squares: bool, seed: int
 ) -> None:
-    """Outputs and gradients of the asking slots, and the way from a step's slots to the next one's."""
+    """Outputs and gradients of the asking slots, laid out as runs or as squares, and the way from a step's slots to the
+    next one's."""
     torch.manual_seed(seed)
     (N, K), T, D, documents = heads, sum(lengths), 8, Documents(lengths, CPU)
     sets: list[Tensor] = []
@@ -91,7 +87,8 @@ def test_queries_of_nested_slots_equal_those_of_all(
     q, k, v = draw(N, T, D), draw(K, T, D), draw(K, T, D)
     everywhere = [(draw(K, T, D), draw(K, T, D)) for _ in sets[1:]]
     leaves = [q, k, v, *(t for pair in everywhere for t in pair)]
-    for i, asking in enumerate(Asking.nested(sets, documents)):
+    for i, asking in enumerate(Asking.nested(sets, documents, squares)):
+        assert (asking.square is not None) == squares
         slots = sets[i]
         assert (asking.index_n is None) == (len(slots) == T)
         if i:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.lean import gated, remade, rms_norm
+from models.lean import gated, normed_pair, remade, rms_norm
 
 
 @pytest.mark.parametrize("shape", [(5, 64), (2, 3, 7, 16)])
@@ -23,6 +23,19 @@ def test_a_norm_in_half_precision_rounds_its_output_and_gradients_once(shape: tu
     theirs = torch.autograd.grad((exact * weight.float()).sum(), (wide, gain))
     torch.testing.assert_close(ours[0].float(), theirs[0], atol=1e-4, rtol=8e-3)
     torch.testing.assert_close(ours[1], theirs[1], atol=1e-5, rtol=1e-5)
+
+
+def test_two_norms_side_by_side_are_two_norms() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(3, 8).bfloat16(), torch.randn(3, 8).bfloat16().requires_grad_()  # embeddings learn nothing
+    gains = [(torch.rand(8) + 0.5).requires_grad_() for _ in range(2)]
+    weight, leaves = torch.randn(3, 16).bfloat16(), [gains[0], y, gains[1]]
+    out = normed_pair(x, gains[0], y, gains[1], 1e-5)
+    apart = torch.cat((rms_norm(x, gains[0], 1e-5), rms_norm(y, gains[1], 1e-5)), -1)
+    assert torch.equal(out, apart)
+    found = (torch.autograd.grad((o * weight).sum(), leaves) for o in (out, apart))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_the_gated_product_and_its_gradients() -> None:
