@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from models.facts import Facts, rope_of
-from models.fault import BOTH, SGLANG, VLLM, Finding
+from models.fault import BOTH, SGLANG, VLLM, Finding, listed
 from models.kinds import Draft
 from models.layout_tables import FLAGS
 
@@ -26,6 +26,7 @@ COUNTS = (
 FLOATS = ("F64", "F32", "F16", "BF16")
 SHORT = 4096  # positions; below them a drafter is too short for most serving
 POSITIONS = {"llama": 2048, "qwen2": 32768, "qwen3": 32768, "mistral": 131072}  # where config.json does not say
+KINDS = ("full_attention", "sliding_attention")
 ORIGINAL = "original_max_position_embeddings"
 ROPES: dict[str, tuple[str, ...]] = {  # and what each scaling needs
     "default": (),
@@ -71,7 +72,7 @@ def counts(facts: Facts, draft: Draft) -> Iterator[Finding]:
 
 
 def flags(facts: Facts, draft: Draft) -> Iterator[Finding]:
-    if not draft.eagle3:
+    if not (draft.eagle3 or draft.dflash):
         return
     config = draft.config
     eps = config.get("rms_norm_eps", 0.0)
@@ -80,6 +81,12 @@ def flags(facts: Facts, draft: Draft) -> Iterator[Finding]:
     if config.get("hidden_act", "silu") != "silu":
         what = f"hidden_act is {config['hidden_act']!r}: the engines' MLP knows silu alone"
         yield Finding(True, BOTH, what, "write the one of training; another than silu can't be served", BOTH)
+    if draft.eagle3:
+        yield from _eagle3_flags(facts, draft)
+
+
+def _eagle3_flags(facts: Facts, draft: Draft) -> Iterator[Finding]:
+    config = draft.config
     if config.get("tie_word_embeddings") is True:
         what = "tie_word_embeddings is true: SGLang drafts with the embedding table as its head"
         yield Finding(True, SGLANG, what, 'write "tie_word_embeddings": false')
@@ -97,6 +104,9 @@ def flags(facts: Facts, draft: Draft) -> Iterator[Finding]:
     if draft.old:
         what = f"{', '.join(draft.old)}: names that SGLang still reads as fc_norm's, and vLLM does not know"
         yield Finding(True, VLLM, what, "python -m models.export layout=portable writes today's", VLLM)
+    if config.get("use_aux_norm") and config.get("fc_norm") is False:
+        what = "use_aux_norm is true and fc_norm, whose older name it is, false: which is read differs by engine"
+        yield Finding(True, BOTH, what, "write fc_norm alone")
     if config.get("fc_norm") and (config.get("norm_before_fc") or draft.nested.get("norm_before_fc")):
         what = (
             "fc_norm and norm_before_fc are both on: vLLM norms the states twice, and Espalier decodes no such drafter"
@@ -112,6 +122,10 @@ def flags(facts: Facts, draft: Draft) -> Iterator[Finding]:
 
 def _hidden_flags(facts: Facts, draft: Draft) -> Iterator[Finding]:
     """What stands where no engine looks."""
+    inner = draft.config.get("eagle_config")
+    if not isinstance(inner, dict | None):
+        what = f"eagle_config={inner!r} is no mapping"
+        yield Finding(True, BOTH, what, "remove it, or export the drafter again", BOTH)
     hidden = [flag for flag in FLAGS if draft.nested.get(flag) and not draft.config.get(flag)]
     if hidden:
         what = f"{', '.join(hidden)} only inside eagle_config, where not every engine looks"
@@ -131,7 +145,7 @@ def _hidden_flags(facts: Facts, draft: Draft) -> Iterator[Finding]:
 def unusual(facts: Facts, draft: Draft) -> Iterator[Finding]:
     """Keys that change what the block computes, in some engine or in none."""
     config = draft.config
-    if not draft.eagle3:
+    if not (draft.eagle3 or draft.dflash):
         return
     if config.get("quantization_config"):
         what = "quantization_config: engines would build quantised layers"
@@ -149,15 +163,20 @@ def unusual(facts: Facts, draft: Draft) -> Iterator[Finding]:
     elif part not in (None, 1):
         what = f"partial_rotary_factor={part}: engines rotate that part of each head alone"
         yield Finding(False, BOTH, what, "remove it unless the drafter was trained so", loud=True)
-    yield from _window(config, draft)
+    if draft.eagle3:  # both engines follow a DFlash drafter's windows
+        yield from _window(config, draft)
 
 
 def _window(config: dict[str, Any], draft: Draft) -> Iterator[Finding]:
     """A sliding attention: vLLM follows layer_types, SGLang none of it."""
     size, kinds = config.get("sliding_window"), config.get("layer_types")
     used = config.get("use_sliding_window", "qwen" not in str(config.get("model_type")))  # Qwen's own default is off
-    slides = isinstance(kinds, list) and "sliding_attention" in kinds[: draft.layers]
-    if slides and (type(size) is not int or size < 1):
+    known = isinstance(kinds, list) and all(kind in KINDS for kind in kinds) and len(kinds) >= draft.layers
+    slides = isinstance(kinds, list) and known and "sliding_attention" in kinds[: draft.layers]
+    if kinds is not None and not known:
+        what = f"layer_types={kinds!r} must name {' or '.join(KINDS)} for each of {draft.layers} layers"
+        yield Finding(True, BOTH, what, "put it right, or remove it", VLLM)
+    elif slides and (type(size) is not int or size < 1):
         what = f"layer_types names a sliding attention, and sliding_window is {size!r}"
         yield Finding(True, BOTH, what, "write the window of training", VLLM)
     elif slides:
@@ -193,6 +212,12 @@ def rotary(facts: Facts, draft: Draft) -> Iterator[Finding]:
     if odd:
         yield Finding(True, BOTH, f"{odd[0]}={config[odd[0]]!r} is no mapping", "write the one of training", BOTH)
         return
+    now, before = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if apart := [key for key in before.keys() & now.keys() if before[key] != now[key]]:
+        what = (
+            f"rope_scaling and rope_parameters disagree ({listed(sorted(apart), 4)}): which is read differs by engine"
+        )
+        yield Finding(True, BOTH, what, "write the ones of training in both places, or rope_parameters alone")
     rope = rope_of(config)
     theta, kind, above = rope["rope_theta"], rope["rope_type"], config.get("rope_theta")
     wrong = [value for value in (above, theta) if value is not None and not (is_number(value) and value > 0)]
