@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from models.attention import sent
 from models.sampling import best_and_mass
 from models.target import States, Target
 
@@ -41,6 +42,6 @@ def chunk_rows(vocab: int, device: torch.device) -> int:
 
 def read_features(target: Target, states: States, teaches_T: Tensor) -> Features:
     """Of a forward's states, as a batch of one; `teaches` is on the host."""
-    teaching = teaches_T.nonzero().squeeze(-1).to(target.device, non_blocking=True)
+    teaching = sent(teaches_T.nonzero().squeeze(-1), target.device)
     final_mH = states.final_BTH[0].index_select(0, teaching)
     return Features(states.taps_BTC[0], final_mH, *teacher_summary(target, final_mH))

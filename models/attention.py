@@ -48,13 +48,23 @@ class Documents:
     @cached_property
     def offsets(self) -> Tensor:
         """Where each document starts, and T: int32 [documents + 1], as flash attention takes it."""
-        starts = torch.tensor(list(accumulate(self.lengths, initial=0)), dtype=torch.int32)
-        return starts.to(self.device, non_blocking=True)
+        return sent(torch.tensor(list(accumulate(self.lengths, initial=0)), dtype=torch.int32), self.device)
 
     @cached_property
     def positions_T(self) -> Tensor:
         """Of each token in its own document, from 0."""
-        return torch.cat([torch.arange(n) for n in self.lengths]).to(self.device, non_blocking=True)
+        return sent(torch.cat([torch.arange(n) for n in self.lengths]), self.device)
+
+    @cached_property
+    def which_T(self) -> Tensor:
+        """Which document each token is in; on the host."""
+        return torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """The host's tensor on the device. A GPU takes it when its turn comes: the host goes on at once, which it would
+    not with memory that is not page-locked."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def rotate(x_BNTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from models import diagonals
-from models.attention import Documents, half_on_gpu
+from models.attention import Documents, half_on_gpu, sent
 
 LONG = 1024  # slots; kernels for a batch are planned once for each shape, which short documents would not pay for
 SQUARE_COST = 0.6  # of a square's time over a run's for as many scores, forward and backward, on an H100
@@ -50,12 +50,12 @@ class Square:
         if not wanted:
             return [None] * len(sets)
         there = starts[asks_d, None] + torch.arange(size)
-        there = torch.where(there < ends[asks_d, None], there, T).flatten().to(documents.device, non_blocking=True)
+        there = sent(torch.where(there < ends[asks_d, None], there, T).flatten(), documents.device)
         further_d = (asks_d.cumsum(0) - 1) * size - starts
         found: list[Square | None] = []
         for slots in sets:
-            place = slots + further_d[torch.searchsorted(ends, slots, right=True)]
-            on_device = None if len(slots) == rows * size else place.to(documents.device, non_blocking=True)
+            place = slots + further_d[documents.which_T[slots]]
+            on_device = None if len(slots) == rows * size else sent(place, documents.device)
             found.append(Square(rows, size, there.clamp(max=T - 1), there, on_device))
         return found
 
@@ -107,14 +107,15 @@ class Asking:
         back = ends - torch.tensor(tails.lengths).cumsum(0)  # how much further in the row than in the tails
 
         def there(index: Tensor, all_of_them: bool) -> Tensor | None:
-            return None if all_of_them else index.to(device, non_blocking=True)
+            return None if all_of_them else sent(index, device)
 
-        found = []
+        found, rank_T = [], torch.zeros(documents.total, dtype=torch.int64)
         laid = Square.nested(sets, documents, squares)
         for before, slots, square in zip((first, *sets), sets, laid, strict=False):
-            place = slots - back[torch.searchsorted(ends, slots, right=True)]
+            place = slots - back[documents.which_T[slots]]
             index = there(slots, len(slots) == documents.total)
-            kept = there(torch.searchsorted(before, slots), len(slots) == len(before))
+            rank_T[before] = torch.arange(len(before))
+            kept = there(rank_T[slots], len(slots) == len(before))
             found.append(Asking(index, tails, there(place, len(slots) == tails.total), kept, square))
         return found
 

@@ -123,7 +123,7 @@ def write_case(work: Path, number: int, told: str, recipe: Any, target: Any, dra
     T, config = len(ids_T), drafter.config
     seen = target.features(ids_T[None])
     taps_TC, before_TH = seen.taps_BTC[0], before_final_norm(target, ids_T)
-    states = drafter.unroll(taps_TC, lambda i: target.embed(ahead(ids_T, 1 + i)), STEPS, Documents([T], "cpu"))
+    states = drafter.unroll(taps_TC, lambda i: target.embed(ahead(ids_T, 1 + i)), STEPS, Documents([T], ids_T.device))
     logits = torch.stack([drafter.logits(state_TH) for state_TH in states])
     teacher_TV = target.logits(seen.final_BTH[0])
     kept_TV = teacher_TV[:, drafter.vocab.kept_ids]

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from transformers.integrations import unset_hf_deepspeed_config
@@ -33,7 +33,10 @@ def make_accelerator(device: torch.device, clip: float) -> Accelerator:
     cpu = device.type == "cpu"
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     group = InitProcessGroupKwargs(backend="gloo" if cpu else None, timeout=PATIENCE)
-    handlers = [group] if launched > 1 or deepspeed else []  # a group of one process alone is not set up by accelerate
+    # gradients live where they are reduced: without a copy of all of them, and of that time
+    views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    # a group of one process alone is not set up by accelerate
+    handlers = [group, views] if launched > 1 or deepspeed else []
     accelerator = Accelerator(cpu=cpu and not deepspeed, mixed_precision="no", kwargs_handlers=handlers)
     if accelerator.num_processes != launched:
         raise UserError(

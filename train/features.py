@@ -11,7 +11,7 @@ from torch import Tensor
 
 from data_prep.state_store import StateStore, Stored
 from data_prep.teacher import Features, read_features
-from models.attention import Documents
+from models.attention import Documents, sent
 from models.target import Target
 from train.batches import Batch, Pack
 
@@ -37,7 +37,7 @@ class Teacher:
         """`batch` and `teaches` (the positions that teach some slot) are on the host."""
         ids_T = batch.ids_T
         if not self.keeps:
-            states = self.target.packed_features(ids_T.to(self.target.device, non_blocking=True), documents)
+            states = self.target.packed_features(sent(ids_T, self.target.device), documents)
             return read_features(self.target, states, teaches_T)
         parts = [self._document(ids_T[span], teaches_T[span]) for span in documents.spans]
         return Features(*(torch.cat(of_all) for of_all in zip(*parts, strict=True)))

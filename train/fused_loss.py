@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,7 +28,7 @@ class Teaching:
     lse_m: Tensor  # over the full vocabulary
     order_n: Tensor  # where each slot stands in the head's input; what follows is in this order
     rows_n: Tensor  # the row of each slot, ascending
-    rows_on_host: Tensor
+    rows_on_host: np.ndarray
     scale_n: Tensor  # what each slot weighs in the loss
     loss: Loss
     dtype: torch.dtype  # of the products

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from train.batches import Pack, Schedule, Step, Usage, deal, load_batch
 from train.checkpoint import State, Store
 from train.guard import LOOK, Guard, keep_batch
 from train.objective import Objective
-from train.telemetry import Stopwatch, peak_arithmetic, peak_gib
+from train.telemetry import Coming, Stopwatch, peak_arithmetic, peak_gib
 from train.tracking import Tracking
 
 # drafter -> validation tau; called after each epoch on every process, and the main one's answer counts
@@ -62,7 +63,7 @@ class Window:
     """What has been measured since the last log line."""
 
     sums: list[Tensor] = field(default_factory=list)  # of each optimiser step, this rank's share
-    losses: list[Tensor] = field(default_factory=list)  # of each optimiser step, over all ranks
+    losses: list[float] = field(default_factory=list)  # of each optimiser step, over all ranks
     usage: Usage = field(default_factory=Usage)  # of all ranks
     since: float = field(default_factory=time.perf_counter)
 
@@ -150,7 +151,8 @@ class Loop:
     def _step(self, step: Step) -> Any:
         """One optimiser step, shared among the ranks; returns the gradient norm before clipping.
 
-        The loss of the step before is looked at when all of this one is under way: this one's would stall a GPU.
+        The loss of the step before is looked at when all of this one is under way: this one's would stall a GPU, and so
+        would reading that one only then, behind all that the GPU has been given since.
         """
         accelerator, cfg, lengths = self.accelerator, self.cfg, self.schedule.lengths
         shares = deal(step, lengths, cfg.micro_batch_tokens, accelerator.num_processes)
@@ -163,12 +165,12 @@ class Loop:
             later = deal(coming, lengths, cfg.micro_batch_tokens, accelerator.num_processes)
             self.objective.ahead(later[accelerator.process_index])
         local = torch.stack([self.objective.counts(x) for x in inputs]).sum(0)
-        before, loss_before = self.latest, None
+        before, told = self.latest, None
         if before is None:
             counts = accelerator.reduce(local, reduction="sum")
         else:
             both = accelerator.reduce(torch.cat([local.double(), before.loss.view(1)]), reduction="sum")
-            counts, loss_before = both[:-1].to(local.dtype), both[-1]
+            counts, told = both[:-1].to(local.dtype), Coming(both[-1], before.norm)
         for group in self.wrapped.param_groups:
             group["lr"] = learning_rate(self.state.cursor.step, self.schedule.total, cfg)
         total, sums = [], []
@@ -180,8 +182,8 @@ class Loop:
             norm = self._update()
         self.window.sums.append(torch.stack(sums).sum(0))
         self.window.usage.add(shares, lengths, cfg.micro_batch_tokens)
-        if before is not None and loss_before is not None:
-            self._look(before, loss_before)
+        if before is not None and told is not None:
+            self._look(before, told)
         self.latest = Latest(self.state.cursor.step + 1, shares, torch.stack(total).sum().double(), norm)
         return norm
 
@@ -213,12 +215,13 @@ class Loop:
     def _settle(self) -> None:
         """Look at the newest step's loss too."""
         if self.latest is not None:
-            self._look(self.latest, self.accelerator.reduce(self.latest.loss, reduction="sum"))
+            loss = self.accelerator.reduce(self.latest.loss, reduction="sum")
+            self._look(self.latest, Coming(loss, self.latest.norm))
             self.latest = None
 
-    def _look(self, one: Latest, loss: Tensor) -> None:
-        self.window.losses.append(loss)
-        found, norm = float(loss), float(one.norm)
+    def _look(self, one: Latest, told: Coming) -> None:
+        found, norm = told.read()
+        self.window.losses.append(found)
         fault = self.guard.fault(one.number, found, norm)
         if fault is None:
             return
@@ -246,7 +249,7 @@ class Loop:
         step = self.state.cursor.step
         self.last = {
             "epoch": round(self.schedule.epochs_done(self.state.cursor), 4),
-            "loss": round(float(torch.stack(window.losses).mean()), 7),
+            "loss": round(fmean(window.losses), 7),
             **figures,
             "lr": learning_rate(step - 1, self.schedule.total, self.cfg),
             "grad_norm": round(float(norm), 5),

@@ -10,11 +10,12 @@ that teach some slot, n slots: of all unroll steps together, the supervised ones
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from data_prep.supervision import supervised
-from models.attention import Documents
+from models.attention import Documents, sent
 from models.eagle3 import Eagle3
 from models.eagle3_layer import picked
 from models.target import Target
@@ -84,7 +85,7 @@ class Slots(NamedTuple):
     next_n: Tensor  # the row's own token at x[p+2+i]
     counted_n: Tensor
     order_n: Tensor  # where the slot stands among those of all steps end to end
-    teacher_on_host: Tensor
+    teacher_on_host: np.ndarray  # DDP would send a tensor to the GPU, which is then waited for to read it
 
 
 def select(ids_T: Tensor, supervised_ST: Tensor, place_T: Tensor, documents: Documents) -> Slots:
@@ -96,16 +97,16 @@ def select(ids_T: Tensor, supervised_ST: Tensor, place_T: Tensor, documents: Doc
     teacher = torch.cat([shift_left(place_T, 1 + i, 0)[index].clamp(min=0) for i, index in enumerate(sets)])
     following = torch.cat([shift_left(ids_T, 2 + i, -1)[index] for i, index in enumerate(sets)])
     step = torch.arange(len(sets)).repeat_interleave(torch.tensor([len(index) for index in sets]))
-    index, order = torch.cat(sets), teacher.argsort(stable=True)
-    row = torch.searchsorted(torch.tensor(documents.lengths).cumsum(0), index, right=True)
-
-    def there(t: Tensor) -> Tensor:
-        return t.to(documents.device, non_blocking=True)
-
+    index = torch.cat(sets)
+    # sorted by teacher, then by step, without sorting: a teacher has at most one slot of each step
+    number_mS = torch.full((int(teacher.max()) + 1, len(sets)), -1)
+    number_mS[teacher, step] = torch.arange(len(teacher))
+    order = number_mS[number_mS >= 0]
     asking, counted = Asking.nested(sets, documents), supervised_ST[step, index]
-    found_n = (there(t[order]) for t in (index, step, row, teacher, following, counted))
-    index, step, row, taught, following, counted = found_n
-    return Slots(asking, index, step, row, taught, following, counted, there(order), teacher[order])
+    found = (index, step, documents.which_T[index], teacher, following, counted)
+    index, step, row, taught, following, counted = (sent(t[order], documents.device) for t in found)
+    there = sent(order, documents.device)
+    return Slots(asking, index, step, row, taught, following, counted, there, teacher[order].numpy())
 
 
 class Inputs(NamedTuple):
@@ -178,7 +179,7 @@ class UnrollLoss(Objective):
             teaches_T[0] = True
         slots = select(ids_T, supervised_ST, teaches_T.cumsum(0) - 1, documents)
         said = self.teacher.features(batch, teaches_T, documents)
-        ids_T, supervised_ST = (t.to(documents.device, non_blocking=True) for t in (ids_T, supervised_ST))
+        ids_T, supervised_ST = (sent(t, documents.device) for t in (ids_T, supervised_ST))
         best_m = self.vocab.to_draft(said.best_m)
         return Inputs(ids_T, documents, supervised_ST, said.taps_TC, said.final_mH, best_m, said.lse_m, slots)
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from models.eagle3 import Eagle3Config
 from models.target import Target
@@ -104,6 +105,24 @@ class Stopwatch:
         self.seconds.clear()
         self.marks.clear()
         return found
+
+
+class Coming:
+    """Two numbers on their way to the host. To read them waits for them alone, not for what a GPU was given after."""
+
+    def __init__(self, one: Tensor, other: Tensor | float) -> None:
+        self.rest = [] if isinstance(other, Tensor) else [other]
+        sent = [x.detach().double().view(()) for x in (one, other) if isinstance(x, Tensor)]
+        self.values = torch.stack(sent).to("cpu", non_blocking=True)
+        self.arrived = torch.cuda.Event() if one.is_cuda else None
+        if self.arrived is not None:
+            self.arrived.record()
+
+    def read(self) -> tuple[float, float]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        found = [*self.values.tolist(), *self.rest]
+        return found[0], found[1]
 
 
 def peak_gib(device: torch.device) -> float:

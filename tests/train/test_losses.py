@@ -52,7 +52,7 @@ def test_head_and_loss_in_one_pass_give_the_gradients_of_two(
         asked.append(part)
         return teacher[part][:, KEPT].to(dtype)
 
-    teaching = Teaching(rows, teacher.logsumexp(-1), ORDER, ROWS, ROWS, scale_n, loss, dtype)
+    teaching = Teaching(rows, teacher.logsumexp(-1), ORDER, ROWS, ROWS.numpy(), scale_n, loss, dtype)
     total, _ = fused_loss(x, head, teaching)
     value, _ = obvious(loss, x[ORDER] @ head.T, teacher)
     expected = (value * scale_n).sum()
@@ -69,7 +69,14 @@ def test_a_second_backward_is_refused() -> None:
     x, head = torch.randn(2, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     rows = torch.zeros(2, dtype=torch.long)
     teaching = Teaching(
-        lambda part: torch.randn(1, 3), torch.ones(1), torch.arange(2), rows, rows, torch.ones(2), Loss(), torch.float32
+        lambda part: torch.randn(1, 3),
+        torch.ones(1),
+        torch.arange(2),
+        rows,
+        rows.numpy(),
+        torch.ones(2),
+        Loss(),
+        torch.float32,
     )
     total, _ = fused_loss(x, head, teaching)
     total.backward(retain_graph=True)

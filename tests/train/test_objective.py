@@ -13,6 +13,7 @@ from torch import Tensor
 
 from data_prep import teacher as teaching
 from data_prep.rows import Rows
+from data_prep.supervision import supervised
 from models.attention import Documents
 from models.target import States, Target, load_target
 from models.vocab import VocabMap
@@ -21,7 +22,7 @@ from tests.train import tiny_run
 from train import fused_loss, objective
 from train.batches import load_batch
 from train.losses import Loss
-from train.objective import UnrollLoss, simulated_tau, step_weights, survival, tau_from_counts
+from train.objective import UnrollLoss, select, simulated_tau, step_weights, survival, tau_from_counts
 
 CPU = torch.device("cpu")
 
@@ -151,6 +152,25 @@ def test_work_on_the_supervised_slots_alone_changes_nothing(
     loss.drafter.double()
     loss.recompute = recompute
     assert_equals_naive(loss, rows, [list(range(len(rows)))])
+
+
+@settings(deadline=None, max_examples=50)
+@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5), seed=st.integers(0, 99))
+def test_slots_are_in_the_order_that_sorting_by_teacher_gives(lengths: list[int], seed: int) -> None:
+    draw = random.Random(seed)
+    answer_T = torch.tensor([number for n in lengths for number in sorted(draw.choices((0, 1, 2), k=n))])
+    supervised_ST = supervised(answer_T, 3)
+    place_T = torch.arange(sum(lengths))  # as if every position taught
+    slots = select(place_T, supervised_ST, place_T, Documents(lengths, CPU))
+    found = [(p, i) for i in range(3) for p in supervised_ST[i].nonzero().flatten().tolist()]
+    meant = sorted(found, key=lambda slot: (slot[0] + 1 + slot[1], slot[1]))
+    counted = slots.counted_n.tolist()
+    in_order = zip(slots.index_n.tolist(), slots.step_n.tolist(), strict=True)
+    assert [slot for slot, counts in zip(in_order, counted, strict=True) if counts] == meant
+    assert slots.teacher_n.tolist() == sorted(slots.teacher_n.tolist())
+    assert sorted(slots.order_n.tolist()) == list(range(len(counted)))
+    ends = torch.tensor(lengths).cumsum(0)
+    assert slots.row_n.tolist() == [int((ends <= p).sum()) for p in slots.index_n.tolist()]
 
 
 def test_one_norm_before_fc_trains_the_same(target: Target) -> None:

@@ -10,7 +10,7 @@ import torch
 from models.target import Target
 from tests.train import tiny_run
 from train.batches import Usage
-from train.telemetry import Stopwatch, drafter_arithmetic, peak_arithmetic, target_arithmetic
+from train.telemetry import Coming, Stopwatch, drafter_arithmetic, peak_arithmetic, target_arithmetic
 
 
 def test_the_target_multiplies_every_token_by_every_matrix_and_the_teaching_ones_by_the_head(target: Target) -> None:
@@ -50,6 +50,15 @@ def test_a_stopwatch_adds_up_by_name_and_starts_again() -> None:
     first = watch.read()
     assert 0.009 < first["target"] < first["drafter"] < 1
     assert watch.read() == {}
+
+
+@pytest.mark.parametrize("norm", [torch.tensor(0.25), 0.25])
+def test_two_numbers_come_to_the_host_as_they_were(norm: torch.Tensor | float) -> None:
+    """Some backends give the norm as a number already."""
+    loss = torch.tensor(1.5, dtype=torch.float64)
+    coming = Coming(loss, norm)
+    loss.zero_()  # what is done with them afterwards does not show
+    assert coming.read() == (1.5, 0.25)
 
 
 def test_the_peak_is_of_the_card_and_absent_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
