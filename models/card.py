@@ -99,15 +99,23 @@ def worth(papers: dict[str, Any]) -> str:
 
 def verdict(rows: list[dict[str, Any]]) -> str:
     """Whether chains, which engines serve, are shown to be faster than plain decoding; '' where none was timed."""
-    timed = [row for row in rows if row["settings"]["decoder"] == "chain" and row["speedup"]]
+    timed = timed_chains(rows)
     if not timed:
         return ""
-    spans = [r["speedup_ci95"] for r in timed if r["speedup_ci95"] and (r.get("clocks") or r["prompts"]) >= FEWEST]
-    if not spans:
+    if not spans(timed):
         return "So few timings do not show whether chains of drafts are faster there than plain decoding."
-    if max(span[0] for span in spans) > 1:
+    if faster(timed):
         return "Chains of drafts are faster there than plain decoding: the whole interval lies above 1."
     return "Chains of drafts are not shown to be faster there than plain decoding: the interval holds 1 or lies below."
+
+
+def spans(timed: list[dict[str, Any]]) -> list[list[float]]:
+    """The intervals of speed-ups that rest on enough timings."""
+    return [r["speedup_ci95"] for r in timed if r["speedup_ci95"] and (r.get("clocks") or r["prompts"]) >= FEWEST]
+
+
+def faster(timed: list[dict[str, Any]]) -> bool:
+    return any(span[0] > 1 for span in spans(timed))
 
 
 def measured_cells(row: dict[str, Any]) -> list[str]:
@@ -158,7 +166,7 @@ def serving(papers: dict[str, Any], config: dict[str, Any]) -> str:
     path = target_path(papers)
     target = path if on_the_hub(path) else "path/to/the/target"
     found = best_chain(papers.get("measured") or [])
-    drafts = found or DRAFTS
+    drafts = int(found["settings"]["depth"]) if found else DRAFTS
     blocks = [vllm_command(target, FOLDER, drafts=drafts), sglang_command(target, FOLDER, drafts=drafts)]
     text = "The commands draft chains"
     for_vllm, for_sglang = TAPS in config, "eagle_config" in config  # where each looks for taps that are no default
@@ -166,7 +174,7 @@ def serving(papers: dict[str, Any], config: dict[str, Any]) -> str:
         text, blocks = "This layout is SGLang's: vLLM would read other taps. The command drafts chains", blocks[1:]
     elif why := no_sglang(config) or ("would read other taps" if for_vllm and not for_sglang else ""):
         text, blocks = f"This folder is not for SGLang, which {why}. The command drafts chains", blocks[:1]
-    chosen = f"of {drafts}, as measured above" if found else f"of {drafts}, a length that was not measured"
+    chosen = f"of {drafts}, {said_of(found)}" if found else f"of {drafts}, a length that was not measured"
     fenced = "\n\n".join(f"```sh\n{block}\n```" for block in blocks)
     check = f"```sh\npython -m models.doctor {FOLDER} target={target}\n```"
     return f"{text} {chosen}.\n\n{fenced}\n\nTo check the folder against the target first (in Espalier's):\n\n{check}"
@@ -179,11 +187,23 @@ def no_sglang(config: dict[str, Any]) -> str:
     return "cannot express its block" if odd else ""
 
 
-def best_chain(rows: list[dict[str, Any]]) -> int:
-    """The measured length of drafts in a row that was fastest; 0 where none was timed."""
-    timed = [row for row in rows if row["settings"]["decoder"] == "chain" and row["speedup"]]
-    fastest = max(timed, key=lambda row: row["speedup"], default=None)
-    return int(fastest["settings"]["depth"]) if fastest else 0
+def best_chain(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The drafts in a row that were fastest; None where none was timed."""
+    return max(timed_chains(rows), key=lambda row: row["speedup"], default=None)
+
+
+def timed_chains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["settings"]["decoder"] == "chain" and row["speedup"]]
+
+
+def said_of(row: dict[str, Any]) -> str:
+    """What the table above shows of that length."""
+    times = f"{row['speedup']:.2f}x"
+    if row["speedup"] <= 1:
+        return f"the best of those timed above, which was slower there than plain decoding ({times})"
+    if not faster([row]):
+        return f"the fastest of those timed above ({times}), which was not shown to beat plain decoding there"
+    return f"as measured above ({times})"
 
 
 def licences(papers: dict[str, Any]) -> str:
@@ -239,6 +259,23 @@ def public(value: Any) -> Any:
     if isinstance(value, list):
         return [public(inner) for inner in value]
     return public_name(value) if isinstance(value, str) else value
+
+
+def publishable(papers: dict[str, Any]) -> dict[str, Any]:
+    """What provenance.json of an exported drafter holds: the same without this machine's paths. A target's hub id and a
+    package's file stay, a local folder goes by its name; the fingerprint says which it was."""
+    found = {**papers, "init_from": public_name(str(papers["init_from"]))} if papers.get("init_from") else dict(papers)
+    if isinstance(papers.get("data"), dict):
+        found["data"] = {key: value for key, value in papers["data"].items() if key != "folder"}
+    if path := target_path(papers):
+        found["target"] = {**papers["target"], "path": target_name(path)}
+    if exported := papers.get("exported"):
+        found["exported"] = {**exported, "from": public_name(str(exported["from"]))}
+    return found
+
+
+def target_name(path: str) -> str:
+    return path if on_the_hub(path) or path.startswith("package:") else Path(path).name
 
 
 def public_name(text: str) -> str:

@@ -3,8 +3,8 @@
     python -m models.doctor DIR [target=ID|FOLDER|FILE.gguf] [engine=vllm|sglang] [--json]
 
 For a drafter of any tool. With a target its sizes, fingerprint and RoPE are compared, and greedy chains are simulated
-on ten prompts that ship with Espalier. `engine=` leaves the other engine's faults out. Nothing in the folder is run or
-unpickled. Exit code: 0 = fit to serve, 1 = something fatal, 2 = wrong use.
+on ten prompts that ship with Espalier. `engine=` leaves the other engine's faults out. Nothing in the folder is run; of
+pickled weights (.bin) tensors alone are read. Exit code: 0 = nothing fatal, 1 = something fatal, 2 = wrong use.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from models.facts import Facts, read_facts, with_weights
-from models.fault import BOTH, Finding
+from models.fault import BOTH, Finding, listed
 from models.findings import diagnose
 from models.kinds import NAMES, Draft, look
 from models.layout_tables import FLAGS
@@ -25,6 +25,9 @@ from models.source import resolve
 from models.taps import engine_taps
 from recipes.files import user_path
 from recipes.schema import TargetConfig, UserError
+
+NO_TARGET = "not simulated: no target= was given, so that nothing was compared with one"
+WORTHLESS = 1.05  # tau below which drafting costs more than it saves on any machine
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,11 @@ class Report:
         unread = not any(reading.verdict == "serves" for reading in self.readings)
         return any(finding.fatal for finding in self.findings) or unread
 
+    @property
+    def verdict(self) -> str:
+        doubtful = any(finding.loud for finding in self.findings)
+        return "fatal" if self.fatal else "doubtful, see the warnings" if doubtful else "fit to serve"
+
 
 def examine(folder: Path, cfg: TargetConfig | None = None, engines: tuple[str, ...] = BOTH) -> Report:
     """Everything but the printing. Raises UserError where the target is none; never for what the folder holds."""
@@ -68,11 +76,24 @@ def examine(folder: Path, cfg: TargetConfig | None = None, engines: tuple[str, .
     if cfg is None or not known:
         return report
     if report.fatal:
-        return replace(report, no_tau="not simulated: the faults come first")
+        first = next((f.what for f in found if f.fatal), "no engine serves it")
+        why = f"not simulated: a fatal fault comes first ({first})"
+        others = any(reading.verdict == "serves" for reading in readings)
+        return replace(report, no_tau=f"{why}; engine= leaves the faults of the other engine out" if others else why)
     try:
-        return replace(report, tau=measure(folder, cfg, facts, draft))
+        tau = measure(folder, cfg, facts, draft)
     except UserError as error:
         return replace(report, no_tau=f"not simulated: {error}")
+    return replace(report, tau=tau, findings=[*worthless(tau), *found])
+
+
+def worthless(simulated: Simulated) -> list[Finding]:
+    """What the weights' headers can't show: an untrained drafter, a head or a vocabulary map of another one."""
+    if simulated.tau >= WORTHLESS:
+        return []
+    what = f"simulated tau {simulated.tau:.2f}: of {simulated.length} drafts a round next to none is accepted"
+    cure = "serve it only if it is untrained on purpose; else its head, d2t, norms or target are not those of training"
+    return [Finding(False, BOTH, what, cure, loud=True)]
 
 
 def kind_of(draft: Draft) -> str:
@@ -129,7 +150,8 @@ def target_name(facts: Facts) -> str:
     papers, inner = facts.provenance.get("target"), facts.config.get("speculators_config")
     verifier = inner.get("verifier") if isinstance(inner, dict) else None
     named = [place.get(key) for place, key in ((papers, "path"), (verifier, "name_or_path")) if isinstance(place, dict)]
-    return next((str(n) for n in named if n and not str(n).startswith("package:")), "TARGET")
+    found = next((str(n) for n in named if n and not str(n).startswith("package:")), "TARGET")
+    return found if "/" in found or found == "TARGET" else f"path/to/{found}"  # papers keep a local folder's name alone
 
 
 def clean(text: str) -> str:
@@ -145,22 +167,23 @@ def show(report: Report) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    colour, word = ("red", "fatal") if report.fatal else ("green", "fit to serve")
+    colour = {"fatal": "red", "fit to serve": "green"}.get(report.verdict, "yellow")
     if not report.readings:
         for finding in report.findings:
             console.print(f"[bold red]fatal[/] {clean(report.folder)}: {clean(finding.what)}", soft_wrap=True)
         return
-    console.print(f"[bold {colour}]{word}[/] {clean(report.folder)}: {clean(report.kind)}", soft_wrap=True)
+    head = f"[bold {colour}]{report.verdict}[/] {clean(report.folder)}: {clean(report.kind)}"
+    console.print(head, soft_wrap=True)
     if report.findings:
         table = Table("", "engine", "what is wrong", "what to do")
         for f in report.findings:
-            mark = "[bold red]fatal[/]" if f.fatal else "[yellow]note[/]"
+            mark = "[bold red]fatal[/]" if f.fatal else "[bold yellow]warning[/]" if f.loud else "[yellow]note[/]"
             table.add_row(mark, " ".join(f.engines), clean(f.what), clean(f.cure))
         console.print(table)
     table = Table("engine", "verdict", "taps h\\[L]", "residual stream", "vocabulary", "positions")
     for r in report.readings:
         paint = "green" if r.verdict == "serves" else "red"
-        taps = "2, n//2, n-3" if r.taps is None else ", ".join(map(str, r.taps))
+        taps = "2, n//2, n-3" if r.taps is None else listed(r.taps)
         table.add_row(r.engine, f"[{paint}]{r.verdict}[/]", taps, r.residual, r.vocabulary, str(r.positions or "?"))
     console.print(table)
     for r in report.readings:
@@ -171,12 +194,12 @@ def show(report: Report) -> None:
         console.print(f"simulated tau [bold]{t.tau:.2f}[/]: greedy chains of {t.length} drafts, {t.prompts} prompts, "
             f"{t.rounds} rounds, max_new_tokens {t.max_new_tokens}", soft_wrap=True)  # fmt: skip
         console.print("accepted by position: " + " ".join(f"{share:.2f}" for share in t.by_position), soft_wrap=True)
-    elif report.no_tau:
-        console.print(f"tau {clean(report.no_tau)}", soft_wrap=True)
+    else:
+        console.print(f"tau {clean(report.no_tau or NO_TARGET)}", soft_wrap=True)
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    return {"fatal": report.fatal, **asdict(report)}
+    return {"fatal": report.fatal, "verdict": report.verdict, **asdict(report)}
 
 
 def main(argv: list[str]) -> int:

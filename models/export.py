@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from models.card import target_licence, write_card
+from models.card import publishable, target_licence, target_name, write_card
 from models.eagle3 import Eagle3Config
 from models.imports import MOST, Stored
 from models.layout_tables import LAYOUTS, SPECULATORS, why_not
 from models.layouts import Verifier, check_drafter, find_drafter, read_drafter, read_provenance, save_drafter
-from models.source import Source, resolve
+from models.source import Source, on_the_hub, resolve
 from models.weights import target_table
 from recipes.cli import told
 from recipes.files import check_writable, read_json, user_path, whole_folder
@@ -94,14 +94,25 @@ def run(request: Request) -> None:
     if request.layout == SPECULATORS:
         assert source is not None and embedding is not None, "`refuse` has looked"
         architectures = read_json(source.folder / "config.json", "target")["architectures"]
-        name = source.name if not source.name.startswith("package:") and not source.name.endswith(".gguf") else ""
-        verifier = Verifier(name or str(source.folder), architectures, embedding)
-    papers |= {"fingerprint": fingerprint, "exported": {"from": str(folder), "layout": request.layout}}
+        verifier = Verifier(verifier_name(source.name), architectures, embedding)
+    origin = request.drafter if on_the_hub(request.drafter) else str(folder)
+    papers |= {"fingerprint": fingerprint, "exported": {"from": origin, "layout": request.layout}}
     papers["target"] = papers.get("target", {}) | about_target(source, papers)
     with whole_folder(out) as aside:
-        save_drafter(drafter, aside, papers, stored.dtype, request.layout, verifier)
+        save_drafter(drafter, aside, publishable(papers), stored.dtype, request.layout, verifier)
         write_card(aside)
     print(f"{request.out}: {about}, for {request.layout}")
+    if verifier and not on_the_hub(verifier.name_or_path):
+        print(
+            f"its config.json calls the target {verifier.name_or_path!r}, not by a path of this machine; for a hub id "
+            "there, give target=OWNER/NAME"
+        )
+
+
+def verifier_name(target: str) -> str:
+    """A hub id, or the last part of a path, without a suffix."""
+    name = target_name(target)
+    return name if on_the_hub(name) else Path(name).name.removesuffix(".gguf")
 
 
 def refuse_out(out: Path, drafter: Path) -> None:
@@ -138,6 +149,10 @@ def find_target(request: Request, stored: Stored, papers: dict[str, Any]) -> Sou
             what = "the speculators layout names it and holds its embedding"
             why = what if request.layout == SPECULATORS else "its embedding or head stands for the drafter's"
             raise UserError(f"drafter={stored.folder}: give target=, since {why}")
+        if not (on_the_hub(path) or path.startswith("package:") or Path(path).is_dir()):
+            raise UserError(
+                f"drafter={stored.folder}: its papers call its target {path!r}: give target= and where it is"
+            )
     return resolve(TargetConfig(path=path)) if path else None
 
 

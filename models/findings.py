@@ -8,25 +8,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
+from models.config_findings import FLOATS, counts, flags, positions, rotary, unusual
 from models.facts import Facts, Stored, rope_of
-from models.fault import BOTH, SGLANG, VLLM, Finding
+from models.fault import BOTH, SGLANG, VLLM, Finding, listed
 from models.kinds import ARCHITECTURES, Draft, architectures
-from models.layout_tables import FLAGS
 from models.shapes import dflash_shapes, eagle3_shapes
 from models.taps import tap_findings, target_layers, whole_numbers
 
-FLOATS = ("F64", "F32", "F16", "BF16")
 OPTIONAL = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d", "mask_hidden")
-SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-SHORT = 4096  # positions; below them a drafter is too short for most serving
+SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "partial_rotary_factor")
+LONGEST = 400  # characters of a finding
+FOREIGN = 0.5  # mean cosine of rows of two tables; below it one did not come from the other
 
 
 def diagnose(facts: Facts, draft: Draft) -> list[Finding]:
     """Fatal ones first. SGLang is left out where it has no reader for the layout at all (`unserved` says so)."""
     if facts.unreadable:
-        return [Finding(True, BOTH, line, "export or copy it again", BOTH) for line in facts.unreadable]
+        return [_cut(Finding(True, BOTH, line, "export or copy it again", BOTH)) for line in facts.unreadable]
     if not draft.kind:
-        return [Finding(True, BOTH, _no_drafter(facts, draft), stops=BOTH)]
+        return [_cut(Finding(True, BOTH, _no_drafter(facts, draft), stops=BOTH))]
     checks = (
         files,
         unserved,
@@ -36,23 +36,32 @@ def diagnose(facts: Facts, draft: Draft) -> list[Finding]:
         shapes,
         dtypes,
         vocabulary,
+        counts,
         flags,
+        unusual,
         tap_findings,
         positions,
+        rotary,
         against_target,
     )
     found = [finding for check in checks for finding in check(facts, draft)]
     if draft.kind == "speculators":
         kept = [f for f in found if f.engines != SGLANG or f.stops == SGLANG]
         found = [replace(f, engines=VLLM) if f.engines == BOTH else f for f in kept]
-    return sorted(found, key=lambda f: not f.fatal)
+    return sorted(map(_cut, found), key=lambda f: (not f.fatal, not f.loud))
+
+
+def _cut(finding: Finding) -> Finding:
+    """A value of a config may be as long as the file."""
+    what, cure = (t if len(t) <= LONGEST else f"{t[:LONGEST]} ..." for t in (finding.what, finding.cure))
+    return replace(finding, what=what, cure=cure)
 
 
 def _no_drafter(facts: Facts, draft: Draft) -> str:
     if "config.json" not in facts.files:
         return "not a drafter: no config.json"
     layers = f" of {draft.layers} layers" if draft.number("num_hidden_layers") else ""
-    said = ", ".join(architectures(facts.config)) or "no architecture"
+    said = listed(architectures(facts.config), 4) or "no architecture"
     return f"not a drafter: config.json says {said}{layers}, and there is no fc.weight"
 
 
@@ -60,17 +69,21 @@ def files(facts: Facts, draft: Draft) -> Iterator[Finding]:
     for name in draft.stray:
         what = f"{name} lies beside model.safetensors: vLLM loads every .safetensors file and stops at unknown names"
         yield Finding(True, VLLM, what, "keep it in another folder", VLLM)
-    if not facts.tensors and draft.pickled:
-        what = f"weights are pickled ({', '.join(draft.pickled)}): not opened here, so nothing of them is checked"
-        yield Finding(False, BOTH, what, "convert them to safetensors")
-    elif not facts.tensors:
+    if draft.pickled:
+        what = f"weights are pickled ({listed(draft.pickled, 4)}): tensors alone were read, no code of theirs was run"
+        yield Finding(False, BOTH, what, "python -m models.export writes safetensors")
+    if not facts.tensors:
         yield Finding(True, BOTH, "there are no weights (model.safetensors)", "export or copy it again", BOTH)
     code = [f for f in facts.files if f.endswith(".py")]
     if code or "auto_map" in facts.config:
         yield Finding(False, BOTH, "the folder brings code of its own, which was not run", "serve it without that code")
     if facts.not_finite:
-        what = f"NaN or infinity in {', '.join(facts.not_finite[:4])}"
+        what = f"NaN or infinity in {listed(facts.not_finite, 4)}"
         yield Finding(True, BOTH, what, "go back to a checkpoint from before training broke")
+    empty = [name for name in facts.all_zero if not name.endswith(".bias") and "mask_hidden" not in name]
+    if empty:
+        what = f"all zeros: {listed(empty, 4)}: nobody filled it, or training never reached it"
+        yield Finding(True, BOTH, what, "copy it again, or train again")
 
 
 def unserved(facts: Facts, draft: Draft) -> Iterator[Finding]:
@@ -150,7 +163,7 @@ def dflash(facts: Facts, draft: Draft) -> Iterator[Finding]:
     if ids is None:
         yield Finding(True, BOTH, "dflash_config.target_layer_ids is missing", "write outputs of layers", BOTH)
     elif n is not None and not 0 <= min(ids) <= max(ids) < n:
-        what = f"target_layer_ids {ids} lie outside the target's {n} layers"
+        what = f"target_layer_ids [{listed(ids)}] lie outside the target's {n} layers"
         yield Finding(True, BOTH, what, "each is one lower than in h[L] numbering", BOTH)
     if "mask_hidden" in draft.tensors:
         yield Finding(True, VLLM, "mask_hidden is there, which vLLM refuses in a DFlash drafter", "leave it out", VLLM)
@@ -173,7 +186,7 @@ def names(facts: Facts, draft: Draft) -> Iterator[Finding]:
         yield Finding(True, BOTH, f"{what}: engines load anyway and leave the initial values", "export it again")
     unknown = sorted(draft.tensors.keys() - wanted.keys() - set(OPTIONAL))
     if unknown and draft.eagle3:
-        what = f"unknown tensors {', '.join(unknown[:4])}: vLLM stops, SGLang ignores them in silence"
+        what = f"unknown tensors {listed(unknown, 4)}: vLLM stops, SGLang ignores them in silence"
         yield Finding(True, BOTH, what, _cure_unknown(unknown), VLLM)
     if draft.eagle3 and "lm_head.weight" not in draft.tensors:
         yield from _no_head(facts, draft)
@@ -289,59 +302,6 @@ def _offsets(d2t: list[int], marked: list[int] | None, whole: int) -> Iterator[F
         yield Finding(False, BOTH, "d2t is not ascending: engines follow it, Espalier's own reader does not")
 
 
-def flags(facts: Facts, draft: Draft) -> Iterator[Finding]:
-    if not draft.eagle3:
-        return
-    config = draft.config
-    eps = config.get("rms_norm_eps", 0.0)
-    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < 1:
-        yield Finding(True, BOTH, f"rms_norm_eps={eps!r} is no small number", "write the one of training", BOTH)
-    if config.get("hidden_act", "silu") != "silu":
-        what = f"hidden_act is {config['hidden_act']!r}: the engines' MLP knows silu alone"
-        yield Finding(True, BOTH, what, "write the one of training; another than silu can't be served", BOTH)
-    if config.get("tie_word_embeddings") is True:
-        what = "tie_word_embeddings is true: SGLang drafts with the embedding table as its head"
-        yield Finding(True, SGLANG, what, 'write "tie_word_embeddings": false')
-    elif "tie_word_embeddings" not in config:
-        yield Finding(
-            False, SGLANG, "tie_word_embeddings is not written, and a default of true would tie the head", "write false"
-        )
-    if config.get("norm_before_residual"):
-        what = "norm_before_residual is true, which SGLang does not know: its residual is the un-normed state"
-        yield Finding(True, SGLANG, what, "serve it with vLLM, or train without the flag")
-    if draft.layers > 1:
-        what = f"{draft.layers} layers: SGLang norms the later ones by hidden_norm, vLLM by input_layernorm"
-        yield Finding(True, SGLANG, what, "one-layer drafters alone are portable")
-    if config.get("attention_bias"):
-        yield Finding(True, SGLANG, "attention_bias is true, which SGLang does not know", "serve it with vLLM")
-    hidden = [flag for flag in FLAGS if draft.nested.get(flag) and not config.get(flag)]
-    if hidden:
-        what = f"{', '.join(hidden)} only inside eagle_config, where not every engine looks"
-        yield Finding(True, BOTH, what, "write it at the top level as well")
-    if draft.nested.get("use_aux_hidden_state") is False:
-        yield Finding(True, BOTH, "eagle_config.use_aux_hidden_state is false: fc is left out", "set it to true")
-    if draft.kind == "specforge" and config.get("norm_output"):
-        what = "norm_output of SpecForge means the norm before the head; engines feed the normed state to the next step"
-        yield Finding(True, BOTH, what, "remove norm_output from config.json")
-
-
-def positions(facts: Facts, draft: Draft) -> Iterator[Finding]:
-    length, target = draft.number("max_position_embeddings"), facts.target
-    cure = "write the target's, if RoPE and training allow it"
-    if not length:
-        yield Finding(False, BOTH, "max_position_embeddings is not written", cure)
-    elif target and length < target.max_positions:
-        what = f"max_position_embeddings={length}, the target has {target.max_positions}: SGLang fails past it"
-        yield Finding(True, SGLANG, f"{what} (vLLM before 0.32 too)", cure)
-    elif length < SHORT and not target:
-        yield Finding(False, BOTH, f"max_position_embeddings={length}: engines fail or slow down past it", cure)
-    theta, inner = draft.config.get("rope_theta"), draft.config.get("rope_parameters")
-    nested = inner.get("rope_theta") if isinstance(inner, dict) else None
-    if theta is not None and nested is not None and theta != nested:
-        what = f"rope_theta={theta} and rope_parameters.rope_theta={nested} disagree: which is read differs by engine"
-        yield Finding(True, BOTH, what, "write the one of training in both places")
-
-
 def against_target(facts: Facts, draft: Draft) -> Iterator[Finding]:
     target = facts.target
     if target is None:
@@ -358,12 +318,31 @@ def against_target(facts: Facts, draft: Draft) -> Iterator[Finding]:
     if draft.number("vocab_size") not in (0, target.vocab_size):
         what = f"made for a vocabulary of {draft.number('vocab_size')}, this target has {target.vocab_size}"
         yield Finding(True, BOTH, what, "serve it with its own target", BOTH)
+    yield from _embedding(facts)
     own, theirs = rope_of(draft.config), rope_of(target.config.to_dict())
     scales = [(own[k], theirs[k]) for k in SCALING if None not in (own.get(k), theirs.get(k))]
     if any(own.get(k) != theirs.get(k) for k in ("rope_theta", "rope_type")) or any(a != b for a, b in scales):
         what = f"RoPE {_rope(own)} where the target has {_rope(theirs)}"
         ours = stated is not None  # Espalier trains with the target's own
-        yield Finding(ours, BOTH, what, "write the RoPE that it was trained with: nearly always the target's")
+        yield Finding(
+            ours, BOTH, what, "write the RoPE that it was trained with: nearly always the target's", loud=not ours
+        )
+
+
+def _embedding(facts: Facts) -> Iterator[Finding]:
+    """Of the target's width, so that engines may take either: vLLM the drafter's own, SGLang always the target's."""
+    found = facts.embedding
+    if found is None or not found.differ or "embed_tokens.weight" in facts.all_zero:
+        return
+    what = f"embed_tokens.weight is not the target's in {found.differ} of {found.rows} rows "
+    what += f"(mean cosine {found.cosine:.2f})"
+    if found.cosine < FOREIGN:
+        yield Finding(True, BOTH, f"{what}: another model's", "take it from the target, or leave it out")
+    else:
+        what += ": SGLang drafts with the target's in its place, vLLM with this one"
+        yield Finding(
+            True, SGLANG, what, "leave it out, unless the drafter was trained with it: then serve it with vLLM"
+        )
 
 
 def _rope(rope: dict[str, object]) -> str:

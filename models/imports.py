@@ -15,7 +15,7 @@ from torch import Tensor
 
 from models.eagle3 import Eagle3Config
 from models.facts import rope_of
-from models.layout_tables import BLOCKS, FLAGS, SPECULATORS, VLLM, shapes
+from models.layout_tables import BLOCKS, FLAGS, OLD_NORMS, SPECULATORS, VLLM, shapes
 from models.target import check_taps
 from models.weights import Headers, read_headers
 from recipes.files import read_json
@@ -26,7 +26,6 @@ ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MOST = 1024  # captured states
 OPTIONAL = ("embed_tokens.weight", "t2d")  # may be there or not
-OLD_NORMS = {f"aux_norm_{part}.weight": f"fc_norm.{i}.weight" for i, part in enumerate(("low", "mid", "high"))}
 # frozen copies of the target's, and tables that follow from the config
 IGNORED = ("verifier_lm_head.weight", "verifier_norm.weight", "midlayer.self_attn.rotary_emb.inv_freq")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.facts import PICKLED, Facts, Stored
-from models.layout_tables import FLAGS
+from models.layout_tables import FLAGS, OLD_NORMS
 
 ARCHITECTURES = {  # EAGLE-3 architectures that vLLM knows; SGLang knows the first
     "LlamaForCausalLMEagle3",
@@ -37,7 +37,8 @@ MOST = 256  # layers and captured states that are looked at, whatever a config c
 @dataclass(frozen=True)
 class Draft:
     """`kind` is a key of NAMES. `config` is flat, with the defaults that vLLM lays under it; `stray` are other files
-    of weights; `tensors` go without `model.`; `prefixed` are those that had it, `twice` those that are there twice."""
+    of weights; `tensors` go without `model.`; `prefixed` are those that had it, `twice` those that are there twice,
+    `old` what goes by a name that SGLang alone still knows."""
 
     kind: str
     config: dict[str, Any]
@@ -46,6 +47,7 @@ class Draft:
     stray: tuple[str, ...] = ()
     twice: tuple[str, ...] = ()
     pickled: tuple[str, ...] = ()
+    old: tuple[str, ...] = ()
 
     @property
     def eagle3(self) -> bool:
@@ -117,14 +119,19 @@ def look(facts: Facts) -> Draft:
     own = {name: stored for name, stored in facts.tensors.items() if stored.file not in stray}
     prefixed = tuple(name for name in own if name.startswith("model."))
     tensors = {_plain(name): stored for name, stored in own.items()}
-    pickled = tuple(f for f in facts.files if f.endswith(PICKLED) and not f.startswith(("training_state", "optimizer")))
-    kind, plain = _kind(facts, tensors, pickled), [_plain(name) for name in own]
+    pickled = tuple(sorted({stored.file for stored in own.values() if stored.file.endswith(PICKLED)}))
+    kind, plain = _kind(facts, tensors), [_plain(name) for name in own]
     twice = tuple(sorted({name for name in plain if plain.count(name) > 1}))
-    return Draft(kind, _flat(facts.config, kind), tensors, prefixed, stray, twice, pickled)
+    config = _flat(facts.config, kind)
+    old = tuple(name for name in own if name.removeprefix("model.") in OLD_NORMS)
+    if "use_aux_norm" in config and "fc_norm" not in config:
+        old, config = (*old, "use_aux_norm"), config | {"fc_norm": config["use_aux_norm"]}
+    return Draft(kind, config, tensors, prefixed, stray, twice, pickled, old)
 
 
 def _plain(name: str) -> str:
-    return name.removeprefix("model.").replace("midlayer.", "layers.0.")
+    name = name.removeprefix("model.").replace("midlayer.", "layers.0.")
+    return OLD_NORMS.get(name, name)
 
 
 def _stray(facts: Facts) -> tuple[str, ...]:
@@ -139,7 +146,7 @@ def architectures(config: dict[str, Any]) -> list[str]:
     return [str(name) for name in given] if isinstance(given, list) else []
 
 
-def _kind(facts: Facts, tensors: dict[str, Stored], pickled: tuple[str, ...]) -> str:
+def _kind(facts: Facts, tensors: dict[str, Stored]) -> str:
     config, names = facts.config, architectures(facts.config)
     if not config:
         return ""
@@ -164,8 +171,7 @@ def _kind(facts: Facts, tensors: dict[str, Stored], pickled: tuple[str, ...]) ->
         return "specforge" if trained or (full and "d2t" in tensors) else "native"
     if fused or any("Eagle" in name for name in names):
         return "eagle"
-    one_layer = config.get("num_hidden_layers") == 1
-    return "safeailab" if pickled and not tensors and one_layer and "draft_vocab_size" in config else ""
+    return ""
 
 
 def _flat(config: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from models.eagle3 import Eagle3Config
 PORTABLE, VLLM, SGLANG, SPECULATORS = LAYOUTS = ("portable", "vllm", "sglang", "speculators")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # qk_norm shows in the architecture
 BLOCKS = {False: ("LlamaForCausalLMEagle3", "llama"), True: ("Eagle3Qwen3ForCausalLM", "qwen3")}  # by qk_norm
+# of fc_norm, which SGLang still reads; with them goes the flag `use_aux_norm`
+OLD_NORMS = {f"aux_norm_{part}.weight": f"fc_norm.{i}.weight" for i, part in enumerate(("low", "mid", "high"))}
 Condition = Callable[[Eagle3Config], bool]
 
 
@@ -177,7 +179,7 @@ def engine_config(config: Eagle3Config, layout: str, dtype: str, verifier: dict[
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
-        "transformer_layer_config": block(config),
+        "transformer_layer_config": block(config) | {"num_aux_hidden_states": len(config.taps)},  # vLLM looks there
         **shared,
         "speculators_config": {
             "algorithm": "eagle3",

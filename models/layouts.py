@@ -90,7 +90,7 @@ def find_drafter(name: str, what: str = "drafter") -> Path:
         return folder
     found = download(name, ["*.json", "*.safetensors"], f"{what}={name} (no such folder here)")
     if not any(found.glob("*.safetensors")):
-        found = download(name, ["*.json", "pytorch_model.bin"], f"{what}={name}")
+        found = download(name, ["*.json", "pytorch_model*.bin"], f"{what}={name}")
     return found
 
 

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from models.facts import Facts
-from models.fault import BOTH, SGLANG, VLLM, Finding
-from models.kinds import Draft
+from models.fault import BOTH, SGLANG, VLLM, Finding, listed
+from models.kinds import MOST, Draft
 from models.layout_tables import default_taps
 
 KEY = "eagle_aux_hidden_state_layer_ids"
@@ -22,18 +22,19 @@ def whole_numbers(value: Any) -> list[int] | None:
 
 
 def engine_taps(facts: Facts, draft: Draft) -> dict[str, list[int] | None]:
-    """{engine: taps in h[L]}; None = the default ones of a target whose depth is not known."""
+    """{engine: taps in h[L], the first MOST}; None = the default ones of a target whose depth is not known."""
     n = target_layers(facts)
     default = list(default_taps(n)) if n else None
     if draft.dflash:
         inner = draft.config.get("dflash_config")
         ids = whole_numbers(inner.get("target_layer_ids")) if isinstance(inner, dict) else None
         outputs = [i + 1 for i in ids] if ids else whole_numbers(draft.config.get("aux_hidden_state_layer_ids"))
+        outputs = outputs[:MOST] if outputs else None
         return {"vLLM": outputs, "SGLang": outputs}
     top, inner_ids = whole_numbers(draft.config.get(KEY)), whole_numbers(draft.nested.get(KEY))
     return {
-        "vLLM": sorted(set(top)) if top else default,
-        "SGLang": [i + 1 for i in inner_ids] if inner_ids else default,
+        "vLLM": sorted(set(top))[:MOST] if top else default,
+        "SGLang": [i + 1 for i in inner_ids][:MOST] if inner_ids else default,
     }
 
 
@@ -63,10 +64,16 @@ def tap_findings(facts: Facts, draft: Draft) -> Iterator[Finding]:
         return
     if sorted(set(taps)) != taps:
         cure = "order fc's columns by depth, and write the ids so"
-        yield Finding(True, VLLM, f"taps {taps} are not ascending and distinct: vLLM sorts them in silence", cure)
+        yield Finding(
+            True, VLLM, f"taps [{listed(taps)}] are not ascending and distinct: vLLM sorts them in silence", cure
+        )
     if n is not None and (max(taps) > n or min(taps) < 0):
         yield Finding(
-            True, BOTH, f"taps {taps} lie outside h[0..{n}] of a target of {n} layers", "name layers it has", VLLM
+            True,
+            BOTH,
+            f"taps [{listed(taps)}] lie outside h[0..{n}] of a target of {n} layers",
+            "name layers it has",
+            VLLM,
         )
     if min(taps) == 0:
         yield Finding(True, SGLANG, "h[0] is tapped, which SGLang cannot capture", "train with taps from 1 on")
@@ -78,11 +85,13 @@ def tap_findings(facts: Facts, draft: Draft) -> Iterator[Finding]:
 def _places(top: list[int] | None, outputs: list[int] | None, n: int | None) -> Iterator[Finding]:
     """The two places where ids may stand, each read by one engine alone."""
     if top and outputs and top != outputs:
-        what = f"taps disagree: vLLM would capture h{top}, SGLang h{outputs}"
+        what = f"taps disagree: vLLM would capture h[{listed(top)}], SGLang h[{listed(outputs)}]"
         yield Finding(True, BOTH, what, f"in eagle_config each id is one lower than in the top-level {KEY}")
     elif top and not outputs and not _is_default(top, n):
-        what = f"taps {top} stand only at the top level: SGLang looks in eagle_config and takes the default ones"
-        cure = f'add "eagle_config": {{"{KEY}": {[t - 1 for t in top]}}}'
+        what = (
+            f"taps [{listed(top)}] stand only at the top level: SGLang looks in eagle_config and takes the default ones"
+        )
+        cure = f'add "eagle_config": {{"{KEY}": [{listed([t - 1 for t in top])}]}}'
         yield Finding(True, SGLANG, what, cure)
     elif outputs and not top:
         fatal = not _is_default(outputs, n)
@@ -90,4 +99,4 @@ def _places(top: list[int] | None, outputs: list[int] | None, n: int | None) -> 
             "takes the default ones" if fatal else "takes the default ones (the same), runner V1 each one layer lower"
         )
         what = f"layer ids stand only inside eagle_config: vLLM's runner V2 never looks there and {takes}"
-        yield Finding(fatal, VLLM, what, f'add "{KEY}": {outputs} at the top level')
+        yield Finding(fatal, VLLM, what, f'add "{KEY}": [{listed(outputs)}] at the top level')

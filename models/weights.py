@@ -1,8 +1,11 @@
-"""The weights in a drafter's folder: one safetensors file, several with an index, or an old pickled `.bin`.
+"""The weights in a drafter's folder: safetensors or old pickled `.bin`, in one file or in several with an index.
 
 A `.bin` is read by torch's weights-only unpickler, which runs no code of the file.
 """
 
+import re
+import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,9 @@ from torch import Tensor
 from recipes.files import read_json, sha256_file, sha256_json
 from recipes.schema import UserError
 
-WHOLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+WHOLE = "model.safetensors"
+FORMS = (WHOLE, "pytorch_model.bin")  # each may be in parts, which an index names
+LARGEST = 4 << 30  # bytes of a pickle of the old form, which is read whole
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -32,17 +37,17 @@ Headers = dict[str, tuple[tuple[int, ...], torch.dtype | str]]
 
 def weight_files(folder: Path) -> list[Path]:
     """Where the weights are: other safetensors files may lie beside them."""
-    if (folder / WHOLE).is_file():
-        return [folder / WHOLE]
-    if (folder / INDEX).is_file():
-        index = read_json(folder / INDEX, f"drafter={folder}").get("weight_map")
-        names = list(index.values()) if isinstance(index, dict) else []
-        if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
-            raise UserError(f"drafter={folder}: {INDEX} names no files of this folder")
-        return [folder / name for name in sorted(set(names))]
-    if (folder / PICKLED).is_file():
-        return [folder / PICKLED]
-    raise not_exported(folder, f"no {WHOLE} (nor {INDEX} or {PICKLED})")
+    for whole in FORMS:
+        parts = folder / f"{whole}.index.json"
+        if (folder / whole).is_file():
+            return [folder / whole]
+        if parts.is_file():
+            index = read_json(parts, f"drafter={folder}").get("weight_map")
+            names = list(index.values()) if isinstance(index, dict) else []
+            if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+                raise UserError(f"drafter={folder}: {parts.name} names no files of this folder")
+            return [folder / name for name in sorted(set(names))]
+    raise not_exported(folder, f"no {WHOLE} (nor its index, nor {FORMS[1]})")
 
 
 def not_exported(folder: Path, lacking: str) -> UserError:
@@ -100,14 +105,53 @@ def target_table(folder: Path, ending: str) -> Tensor | None:
 
 def _unpickled(path: Path) -> dict[str, Tensor]:
     try:
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True)
+        return unpickled(path)
+    except ValueError as error:
+        raise UserError(f"drafter={path.parent}: {error}. Export or copy it again.") from error
+
+
+def unpickled(path: Path) -> dict[str, Tensor]:
+    """A pickled table of plain tensors; those of a zip (torch 1.6 and later) are mapped and read when used. Raises
+    ValueError, in a line that names the file, for anything else."""
+    if not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"{path.name} is no file")
+    try:
+        zipped = zipfile.is_zipfile(path)
+        if not zipped and path.stat().st_size > LARGEST:
+            raise ValueError(f"{path.name} is an old pickle of {path.stat().st_size >> 30} GiB: no drafter is")
+        with warnings.catch_warnings(action="ignore"):  # of the pickle's protocol
+            loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # zip, pickle, and torch each raise their own families; files can be damaged in any way
-        raise _unreadable(path, error) from error
+        raise ValueError(_why_not_read(path, error)) from error
     if not isinstance(loaded, dict) or not all(isinstance(t, Tensor) for t in loaded.values()):
-        raise UserError(f"drafter={path.parent}: {path.name} holds no table of tensors")
+        raise ValueError(f"{path.name} holds no table of tensors")
+    odd = [str(name) for name, t in loaded.items() if not _plain(t)]
+    if odd:
+        raise ValueError(f"{path.name} holds tensors that are not stored in full: {', '.join(odd[:4])}")
     return {str(name): tensor for name, tensor in loaded.items()}
 
 
+def _plain(tensor: Tensor) -> bool:
+    """As many bytes as entries: no view that claims more than the file has, nothing sparse or quantised."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        return False
+    return bool(tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes())
+
+
+def _why_not_read(path: Path, error: Exception) -> str:
+    foreign = re.search(r"GLOBAL (\S+)", str(error))  # torch names what the pickle asks for
+    if foreign:
+        return f"{path.name} is a pickle that asks for {foreign[1]}, and not of tensors alone: it was not run"
+    if "Weights only load failed" in str(error):  # whose first line advises to run it
+        return f"{path.name} cannot be read: it is damaged, or a pickle of more than tensors, which was not run"
+    return f"{path.name} cannot be read: {_first_line(error)}"
+
+
 def _unreadable(path: Path, error: Exception) -> UserError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-    return UserError(f"drafter={path.parent}: {path.name} cannot be read: {reason}. Export or copy it again.")
+    return UserError(
+        f"drafter={path.parent}: {path.name} cannot be read: {_first_line(error)}. Export or copy it again."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

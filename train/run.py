@@ -30,7 +30,7 @@ from data_prep.sources import SourceCost
 from data_prep.state_store import StateStore
 from eval import harness
 from eval.drafters import Drafter
-from models.card import measured, public, sources, target_licence, write_card
+from models.card import measured, public, publishable, sources, target_licence, write_card
 from models.sharded import led, load_sharded
 from models.source import Source, load_tokenizer
 from models.target import Target, choose_dtype, load_target, local_device
@@ -253,13 +253,12 @@ def export(
         "fingerprint": source.fingerprint,
         "step": step,
         "validation_tau": state.scores.get(step),
-        "data": {"hash": prepared.report["hash"]},  # the folder is this machine's own
         "recipe": public(asdict(recipe)),
         "sources": sources(recipe),
     }
     papers["target"]["licence"] = target_licence(recipe.target, source.folder)
     with whole_folder(folder / "drafter") as aside:
-        family.save(drafter, aside, papers)
+        family.save(drafter, aside, publishable(papers))
         write_card(aside)
 
 

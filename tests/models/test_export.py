@@ -51,19 +51,24 @@ def test_every_layout_from_every_layout(target: Target, tmp_path: Path) -> None:
     before = load_drafter(first, target)
     now = first
     for i, layout in enumerate(("vllm", "speculators", "sglang", "speculators", "portable", "vllm")):
-        export(now, layout, tmp_path / f"{i}")
+        export(now, layout, tmp_path / f"{i}", f"target={target.folder}")
         now = tmp_path / f"{i}"
         same(load_drafter(now, target), before)
     papers = json.loads((now / "provenance.json").read_text())
     assert papers["fingerprint"] == target.fingerprint and papers["seed"] == 7
-    assert papers["exported"] == {"from": str(tmp_path / "4"), "layout": "vllm"}
+    assert papers["exported"] == {"from": "4", "layout": "vllm"}
+    assert "give target=" in refusal(now, "speculators", tmp_path / "no")  # papers hold the target's name alone
 
 
 def test_the_speculators_layout_takes_embedding_and_name_from_the_target(target: Target, tmp_path: Path) -> None:
     export(made(target, tmp_path / "d", norm_before_residual=True), "speculators", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     said = config["speculators_config"]["verifier"]
-    assert said == {"name_or_path": str(target.folder), "architectures": ["LlamaForCausalLM"]}
+    assert said == {"name_or_path": target.folder.name, "architectures": ["LlamaForCausalLM"]}
+    for file in ("config.json", "provenance.json", "README.md"):
+        text = (tmp_path / "out" / file).read_text()
+        assert str(tmp_path) not in text and str(target.folder) not in text, file
+    assert target.fingerprint in (tmp_path / "out" / "provenance.json").read_text()
     assert config["norm_before_residual"] is True
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(tensors["embed_tokens.weight"], target.embed_weight)

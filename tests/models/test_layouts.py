@@ -157,6 +157,7 @@ def test_speculators_config_holds_the_block_the_flags_and_the_verifier(target: T
     save_drafter(drafter, tmp_path / "d", {"fingerprint": "x"}, layout="speculators", verifier=verifier(target))
     config = json.loads((tmp_path / "d" / "config.json").read_text())
     assert config["speculators_model_type"] == "eagle3" and config["transformer_layer_config"]["model_type"] == "qwen3"
+    assert config["transformer_layer_config"]["num_aux_hidden_states"] == 3  # where vLLM looks for it
     assert config["norm_before_residual"] is False and config["norm_output"] is True  # the first is true where absent
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     assert config["speculators_config"]["verifier"]["name_or_path"] == "some/target"

@@ -79,8 +79,10 @@ def test_the_drafter_has_a_card_that_can_be_published(run_dir: Path, target: Tar
     row = {row["decoder"]: row for row in papers["measured"]}["chain"]
     assert row["tau"] == results["overall"]["tau"] and papers["recipe"]["train"]["epochs"] == 2
     assert f"{row['tau']:.2f} [" in page and "max_new_tokens 12" in page and target.fingerprint in page
-    assert "vllm serve" in page and "EAGLE3" in page and "training.jsonl" in page
-    assert str(run_dir.parent) not in page and "/tmp" not in page and str(target.folder) not in page
+    assert "vllm serve" in page and "EAGLE3" in page
+    assert "training.jsonl" in page and papers["target"]["path"] == target.folder.name
+    for text in (page, json.dumps(papers), (run_dir / "drafter" / "config.json").read_text()):
+        assert str(run_dir.parent) not in text and "/tmp" not in text and str(target.folder) not in text
 
 
 def test_the_same_command_again_says_that_the_run_is_finished(
