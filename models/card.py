@@ -18,6 +18,7 @@ FOLDER = "path/to/this/folder"
 FLEX = "flexdraft_config"  # in the config of one
 WRITTEN = ("target", "data", "eagle", "flex", "train")  # parts of the recipe that a card shows
 PRIVATE = {"server", "cache", "keep_features_mb", "tracker", "log_every", "save_every", "keep"}  # of this machine
+WORDS = {"openings", "template_args"}  # said to a model, not paths whatever they begin with
 UNKNOWN = "not known here"
 FEWEST = 6  # timings that a verdict rests on
 TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -255,7 +256,8 @@ def origin(papers: dict[str, Any], config: dict[str, Any]) -> str:
 def public(value: Any) -> Any:
     """Without what is this machine's own: absolute paths become names."""
     if isinstance(value, dict):
-        return {key: public(inner) for key, inner in value.items() if key not in PRIVATE}
+        said = {key: inner if key in WORDS else public(inner) for key, inner in value.items()}
+        return {key: inner for key, inner in said.items() if key not in PRIVATE}
     if isinstance(value, list):
         return [public(inner) for inner in value]
     return public_name(value) if isinstance(value, str) else value

@@ -23,6 +23,7 @@ from models.serving import sglang_command, vllm_command
 from models.simulate import Simulated, simulate
 from models.source import resolve
 from models.taps import engine_taps
+from recipes.cli import told
 from recipes.files import user_path
 from recipes.schema import TargetConfig, UserError
 
@@ -238,5 +239,11 @@ def arguments(argv: list[str]) -> tuple[Path, TargetConfig | None, tuple[str, ..
     return folder, TargetConfig(path=target) if target else None, engines, "--json" in argv
 
 
+def as_command() -> None:
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    told(as_command)

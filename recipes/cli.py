@@ -1,5 +1,6 @@
 """How an entry point shows a user's mistake, and its own usage."""
 
+import os
 import sys
 from collections.abc import Callable
 
@@ -18,9 +19,14 @@ def entry(main: Callable[[Recipe], None], argv: list[str] | None = None) -> None
 
 
 def told(run: Callable[[], None]) -> None:
-    """Run; a UserError becomes one screen on stderr and exit code 2."""
+    """Run; a UserError becomes one screen on stderr and exit code 2. A reader that has seen enough (`| head`) ends it
+    without a word."""
     try:
         run()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        sys.exit(1)
     except UserError as error:
         _stop(str(error))
     except PermissionError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from models.card import card, measured, publishable, sources, target_licence, write_card
+from models.card import card, measured, public, publishable, sources, target_licence, write_card
 from recipes.schema import DataConfig, Recipe, SourceConfig, TargetConfig
 
 ENVIRONMENT = {
@@ -182,3 +182,8 @@ def test_a_warm_start_is_not_said_to_come_from_the_targets_weights(start: str, w
     page = card(papers(init_from=start), CONFIG)
     assert words in page and "training started from" in page and "started from its weights" not in page
     assert "/home/me" not in page and "started from its weights" in card(papers(init_from=""), CONFIG)
+
+
+def test_words_to_a_model_are_not_taken_for_paths() -> None:
+    recipe = {"data": {"sources": {"a": {"path": "/home/me/a.jsonl", "openings": ["/no_think Why"]}}}}
+    assert public(recipe) == {"data": {"sources": {"a": {"path": "a.jsonl", "openings": ["/no_think Why"]}}}}

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from tests.models.test_doctor import Edit, config, export, rename, to_speculator
 from tests.tiny import tiny_model_folder
 
 INDEX = "model.safetensors.index.json"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +175,14 @@ def test_a_count_beyond_any_model_is_refused_before_anything_is_made_of_it(targe
     assert "fc.weight is [32, 96]" in examine(folder).findings[0].what
     with pytest.raises(UserError, match="num_aux_hidden_states=1000000000: no target has as many layers"):
         check_drafter(folder, None)
+
+
+def test_a_reader_that_goes_away_ends_the_report_without_a_word(target: Target, tmp_path: Path) -> None:
+    """As `| head -1` does."""
+    export(target, tmp_path / "drafter")
+    command = [sys.executable, "-m", "models.doctor", str(tmp_path / "drafter")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert said == "" and process.returncode == 1
