@@ -165,7 +165,7 @@ def clean(text: str) -> str:
 def show(report: Report) -> None:
     """One screen, the fatal first; a line where the folder is no drafter."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     console = Console(highlight=False)
     colour = {"fatal": "red", "fit to serve": "green"}.get(report.verdict, "yellow")
@@ -176,7 +176,8 @@ def show(report: Report) -> None:
     head = f"[bold {colour}]{report.verdict}[/] {clean(report.folder)}: {clean(report.kind)}"
     console.print(head, soft_wrap=True)
     if report.findings:
-        table = Table("", "engine", "what is wrong", "what to do")
+        wide = [Column(head, overflow="fold") for head in ("what is wrong", "what to do")]  # keys must stay whole
+        table = Table("", "engine", *wide)
         for f in report.findings:
             mark = "[bold red]fatal[/]" if f.fatal else "[bold yellow]warning[/]" if f.loud else "[yellow]note[/]"
             table.add_row(mark, " ".join(f.engines), clean(f.what), clean(f.cure))
