@@ -68,6 +68,14 @@ def make_rows(rows: Sequence[Row], meta: Sequence[dict[str, Any]]) -> Rows:
     return Rows(ids, answer, lengths.cumsum(0), list(meta))
 
 
+def joined(parts: Sequence[Rows]) -> Rows:
+    """One after the other."""
+    lengths = torch.cat([torch.zeros(1, dtype=torch.int64), *(p.lengths for p in parts)])
+    ids = torch.cat([torch.zeros(0, dtype=torch.int32), *(p.ids for p in parts)])
+    answer = torch.cat([torch.zeros(0, dtype=torch.uint8), *(p.answer for p in parts)])
+    return Rows(ids, answer, lengths.cumsum(0), [m for p in parts for m in p.meta])
+
+
 def split_by_prompt(rows: Rows, good: Sequence[int], held_out: int) -> tuple[list[int], list[int]]:
     """(training, held-out) indices of the `good` rows: at least `held_out` rows, by whole prompts, as far as there are.
 

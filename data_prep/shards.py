@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from data_prep.rows import Rows, write_rows
+from data_prep.rows import Rows, joined, write_rows
 from recipes.files import read_json, sha256_json, whole_folder, write_json
 from recipes.schema import UserError
 
@@ -79,11 +77,7 @@ def report_of(folder: Path, number: int, manifest: Mapping[str, Any]) -> dict[st
 
 def read(folder: Path) -> Rows:
     """The rows of all shards, one after the other."""
-    parts = [Rows.load(path_of(folder, n) / "rows") for n in range(len(list(folder.glob("shard-*"))))]
-    lengths = torch.cat([torch.zeros(1, dtype=torch.int64), *(p.lengths for p in parts)])
-    ids = torch.cat([torch.zeros(0, dtype=torch.int32), *(p.ids for p in parts)])
-    answer = torch.cat([torch.zeros(0, dtype=torch.uint8), *(p.answer for p in parts)])
-    return Rows(ids, answer, lengths.cumsum(0), [m for p in parts for m in p.meta])
+    return joined([Rows.load(path_of(folder, n) / "rows") for n in range(len(list(folder.glob("shard-*"))))])
 
 
 def identity(manifest: Mapping[str, Any]) -> str:

@@ -32,8 +32,12 @@ class Square:
     place_n: Tensor | None  # of the asking slots; None: they are all places in order
 
     @staticmethod
-    def nested(sets: Sequence[Tensor], documents: Documents, wanted: bool | None) -> "list[Square | None]":
-        """Of each step; all None where runs are faster, unless `wanted` says otherwise."""
+    def nested(
+        sets: Sequence[Tensor], documents: Documents, tails: Documents, wanted: bool | None
+    ) -> "list[Square | None]":
+        """Of each step; all None where runs, of the `tails`, are faster, unless `wanted` says otherwise."""
+        if wanted is None and documents.device.type != "cuda":
+            return [None] * len(sets)
         first, lengths, T = sets[0], torch.tensor(documents.lengths), documents.total
         ends = lengths.cumsum(0)
         starts = ends - lengths
@@ -43,20 +47,21 @@ class Square:
         reach = int((last - starts + 1)[asks_d].max())
         step = max(128, 2 ** (reach.bit_length() - 5))  # few lengths: at most a sixteenth is padding
         rows, size = int(asks_d.sum()), -(-reach // step) * step
-        tails_d = ends - first[torch.searchsorted(first, starts).clamp(max=len(first) - 1)]
+        tails_d = torch.tensor(tails.lengths)
         runs = int((tails_d * (2 * lengths - tails_d))[asks_d].sum())
         if wanted is None:
-            wanted = documents.device.type == "cuda" and size >= LONG and SQUARE_COST * rows * size**2 <= runs
+            wanted = size >= LONG and SQUARE_COST * rows * size**2 <= runs
         if not wanted:
             return [None] * len(sets)
         there = starts[asks_d, None] + torch.arange(size)
         there = sent(torch.where(there < ends[asks_d, None], there, T).flatten(), documents.device)
+        read = there.clamp(max=T - 1)
         further_d = (asks_d.cumsum(0) - 1) * size - starts
         found: list[Square | None] = []
         for slots in sets:
             place = slots + further_d[documents.which_T[slots]]
             on_device = None if len(slots) == rows * size else sent(place, documents.device)
-            found.append(Square(rows, size, there.clamp(max=T - 1), there, on_device))
+            found.append(Square(rows, size, read, there, on_device))
         return found
 
     def laid(self, x: Tensor) -> Tensor:
@@ -110,7 +115,7 @@ class Asking:
             return None if all_of_them else sent(index, device)
 
         found, rank_T = [], torch.zeros(documents.total, dtype=torch.int64)
-        laid = Square.nested(sets, documents, squares)
+        laid = Square.nested(sets, documents, tails, squares)
         for before, slots, square in zip((first, *sets), sets, laid, strict=False):
             place = slots - back[documents.which_T[slots]]
             index = there(slots, len(slots) == documents.total)

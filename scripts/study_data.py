@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from data_prep.rows import Rows
+from data_prep.rows import Rows, joined
 from data_prep.run import Prepared
 from data_prep.vocabulary import predicted
 from models.target import Target
@@ -47,7 +47,7 @@ class Study(EagleFamily):
         if there < self.wanted:
             raise UserError(f"answer_tokens={self.wanted}, but the rows at hand hold {there}")
         share = (self.wanted or there) / there
-        train = together([share_of(part, share, recipe.seed) for part in parts])
+        train = joined([share_of(part, share, recipe.seed) for part in parts])
         said = {"answer_tokens": int(predicted(train).sum()), "rows": len(train), "tokens": len(train.ids)}
         print(f"study: {said}", flush=True)
         write_json(run_folder(recipe) / "study.json", said)
@@ -60,13 +60,6 @@ def share_of(rows: Rows, share: float, seed: int) -> Rows:
     """So much of the rows, drawn without regard to their order: sources stand one behind the other."""
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
     return rows.subset(sorted(order[: round(share * len(rows))].tolist()))
-
-
-def together(parts: list[Rows]) -> Rows:
-    ids, answer = torch.cat([p.ids for p in parts]), torch.cat([p.answer for p in parts])
-    lengths = torch.cat([p.lengths for p in parts])
-    offsets = torch.cat((torch.zeros(1, dtype=torch.int64), lengths)).cumsum(0)
-    return Rows(ids, answer, offsets, [m for p in parts for m in p.meta])
 
 
 def taus(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
