@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from models.attention import Documents, attend, sent
+from models.cache import ALIGN
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class Groups:
         counts = torch.tensor([len(own) * self.size for _, own in found])
         seen = torch.tensor([max(own) + 1 for _, own in found])
         starts = torch.tensor([span.start for span, _ in found])
-        place_Q, token_S = torch.arange(int(counts.max())), torch.arange(int(seen.max()))
+        place_Q = torch.arange(int(counts.max()))
+        wide = -(-(len(place_Q) + int(seen.max())) // ALIGN) * ALIGN
+        token_S = torch.arange(wide - len(place_Q))
         real_MQ = place_Q < counts.unsqueeze(1)
         row_MQ = torch.where(real_MQ, place_Q + (counts.cumsum(0) - counts).unsqueeze(1), 0)
         token_MS = torch.where(token_S < seen.unsqueeze(1), token_S + starts.unsqueeze(1), 0)

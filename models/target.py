@@ -128,6 +128,9 @@ class Target:
         return Layer(qkv, bias, out, gate_up, down, mlp.act_fn, norms, attn.scaling, softcap, kind)
 
     def norm(self, x: Tensor, gain: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):  # which on a GPU would hand on fp32
+            with torch.autocast(x.device.type, enabled=False):
+                return F.rms_norm(x, (gain.shape[0],), gain, self.eps)
         return F.rms_norm(x, (gain.shape[0],), gain, self.eps)
 
     def rope(self, kind: str) -> tuple[Tensor, Tensor]:

@@ -85,7 +85,7 @@ def flexdraft_cost(recipe: Recipe, prompts: int) -> str:
     # of each mask in each tuned layer, about what its backward needs: five states, three of the feed-forward block
     masks = layers * rows * (5 * hidden + 3 * int(config["intermediate_size"])) * _width(recipe)
     keys = t.batch_tokens * layers * 2 * kv * head * _width(recipe)
-    logits = 3 * 4 * max(CHUNK, int(config["vocab_size"]))
+    logits = _chunk(recipe, int(config["vocab_size"]))
     return "\n".join([*_steps(recipe, prompts), *_sizes(recipe, size, 16 * size + masks + keys + logits)])
 
 
@@ -97,7 +97,13 @@ def calibrator_cost(recipe: Recipe, prompts: int) -> str:
     config, rank = found.to_dict(), recipe.flex.calibrator_rank
     hidden, vocab = int(config["hidden_size"]), int(config["vocab_size"])
     size = rank * (2 * hidden + 1 + vocab) + vocab
-    return "\n".join([*_steps(recipe, prompts), *_sizes(recipe, size, 16 * size + 3 * 4 * max(CHUNK, vocab))])
+    return "\n".join([*_steps(recipe, prompts), *_sizes(recipe, size, 16 * size + _chunk(recipe, vocab))])
+
+
+def _chunk(recipe: Recipe, vocab: int) -> int:
+    """Bytes of the logits that train/head_loss.py holds at once: the masks', the teacher's, a working copy."""
+    cuda = choose_device(recipe.device).type == "cuda"
+    return 3 * 4 * max(CHUNK_GPU if cuda else CHUNK, vocab)
 
 
 def _heads(config: dict[str, Any]) -> tuple[int, int, int, int]:

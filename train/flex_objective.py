@@ -80,7 +80,7 @@ class LateTeacher:
     def read(self, batch: Batch, documents: Documents) -> tuple[Keys, Tensor]:
         """(keys of the packed row, states [T, H])"""
         if not self.keeps or not batch.rows:
-            return late_keys(self.target, self.split, batch.ids_T.to(self.target.device), documents)
+            return late_keys(self.target, self.split, sent(batch.ids_T, self.target.device), documents)
         parts = [self._document(batch.ids_T[s], row) for s, row in zip(documents.spans, batch.rows, strict=True)]
         keys = {
             index: (torch.cat([k[index][0] for k, _ in parts], 2), torch.cat([k[index][1] for k, _ in parts], 2))
@@ -91,7 +91,7 @@ class LateTeacher:
     def _document(self, ids_T: Tensor, row: int) -> tuple[Keys, Tensor]:
         def make() -> tuple[Keys, Tensor]:
             device = self.target.device
-            return late_keys(self.target, self.split, ids_T.to(device), Documents([len(ids_T)], device))
+            return late_keys(self.target, self.split, sent(ids_T, device), Documents([len(ids_T)], device))
 
         def size(found: tuple[Keys, Tensor]) -> int:
             return sum(t.nbytes for pair in found[0].values() for t in pair) + found[1].nbytes
@@ -107,7 +107,7 @@ class MaskLoss(Objective):
         self.config, self.target, self.learning = config, target, learning
         self.teacher = LateTeacher(target, config.split_layer, learning.keep_bytes)
         self.steps = config.block_size - 1
-        self.weights = step_weights(self.steps, math.exp(-1 / learning.cfg.gamma))
+        self.weights_S = torch.tensor(step_weights(self.steps, math.exp(-1 / learning.cfg.gamma)), device=target.device)
 
     @torch.no_grad()
     def prepare(self, batch: Batch) -> FlexInputs:
@@ -134,7 +134,7 @@ class MaskLoss(Objective):
         parts = (supervised_SG, step_n, group_n, teacher_n, next_n, bonus_n)
         on_SG, *moved = (sent(t, device) for t in parts)
         step_n, group_n, moved_n, next_n, bonus_n = moved
-        final_mH = final_TH[teaches_m.to(device)]
+        final_mH = final_TH[sent(teaches_m, device)]
         chosen = (step_n, group_n, teacher_n.numpy(), moved_n, next_n, bonus_n)
         return FlexInputs(groups, keys, final_mH, on_SG, *chosen, found)
 
@@ -154,7 +154,7 @@ class MaskLoss(Objective):
     ) -> tuple[Tensor, Tensor]:
         """This micro-batch's share of the optimiser step's loss, whose means divide by `counts`; metric sums [5, S]."""
         device, steps = self.target.device, self.steps
-        scale_S = torch.tensor(self.weights, device=device) / counts_S.clamp(min=1) * x.any
+        scale_S = self.weights_S / counts_S.clamp(min=1) * x.any
         soft = self.learning.cfg.loss == "soft"
         wanted = Wanted(x.final_mH, x.teacher, x.teacher_n, x.next_n, scale_S[x.step_n], soft)
 

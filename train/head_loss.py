@@ -11,9 +11,10 @@ from torch import Tensor
 
 from models.sampling import best_and_mass
 from models.target import Target
+from train.fused_loss import CHUNK_GPU
 from train.losses import Loss, judge
 
-CHUNK = 2**25  # logits (float32) that exist at once
+CHUNK = 2**25  # logits that exist at once, on a CPU
 
 
 class Wanted(NamedTuple):
@@ -36,7 +37,8 @@ class _Head(torch.autograd.Function):
         wide = torch.promote_types(hidden_nH.dtype, torch.float32)
         loss_n = torch.empty(len(hidden_nH), dtype=wide, device=hidden_nH.device)
         guess_n, slopes = torch.empty_like(wanted.next_n), [torch.zeros_like(t) for t in (hidden_nH, *added)]
-        size, learns = max(1, CHUNK // target.vocab_size), ctx.needs_input_grad[2]
+        chunk, learns = CHUNK_GPU if hidden_nH.is_cuda else CHUNK, ctx.needs_input_grad[2]
+        size = max(1, chunk // target.vocab_size)
         for start in range(0, len(hidden_nH), size):
             part = slice(start, min(start + size, len(hidden_nH)))
             frozen_cV = logits_cV = target.logits(hidden_nH[part])
@@ -44,13 +46,14 @@ class _Head(torch.autograd.Function):
                 code, weight, bias = (t.to(logits_cV.dtype) for t in (added[0][part], *added[1:]))
                 logits_cV = torch.addmm(bias, code, weight.T).add_(frozen_cV)
             copied = logits_cV is frozen_cV and target.final_softcap is not None  # whose slope asks for it again
-            slope_cV = logits_cV.to(wide, copy=copied)
+            kept = logits_cV.dtype if wanted.soft and logits_cV.is_cuda else wide  # a GPU's kernel widens as it reads
+            slope_cV = logits_cV.to(kept, copy=copied)
             loss_n[part], guess_n[part] = _judge(target, wanted, part, slope_cV)
             if added:
                 narrow = slope_cV.to(logits_cV.dtype)
                 slopes[1][part] = (narrow @ weight).to(slopes[1].dtype)
                 slopes[2] += narrow.T @ code
-                slopes[3] += slope_cV.sum(0)
+                slopes[3] += slope_cV.sum(0, dtype=slopes[3].dtype)
             if learns:
                 if target.final_softcap is not None:
                     slope_cV.mul_(1 - (frozen_cV.to(wide) / target.final_softcap) ** 2)

@@ -89,7 +89,7 @@ def test_the_gradient_is_that_of_plain_cross_entropy(
     p = target.logits(x.final_mH).softmax(-1)[x.teacher_n]
     logits = loss.drafter.logits(target, hidden.unsqueeze(1), x.bonus_n).squeeze(1)
     terms = -(p * logits.log_softmax(-1)).sum(-1)
-    (terms * (torch.tensor(loss.weights) / counts)[x.step_n]).sum().backward()
+    (terms * (loss.weights_S / counts)[x.step_n]).sum().backward()
     assert len(found) == 1 + 4 * 3 + (4 if calibrator else 0)
     for name, parameter in loss.drafter.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, atol=1e-6, rtol=1e-4)
