@@ -131,7 +131,7 @@ class _Windows(torch.autograd.Function):
             if gradient is not None and isinstance(r, slice):
                 total[r] += gradient
             elif gradient is not None:
-                total.index_add_(0, r, gradient.to(total.dtype))
+                total.index_copy_(0, r, total.index_select(0, r) + gradient)  # adding in place is three times slower
         return total.to(dtype), *(None for _ in ctx.rows)
 
 
