@@ -30,6 +30,17 @@ class Groups:
         return sent((flat.unsqueeze(1) + torch.arange(1, self.size + 1)).flatten(), self.documents.device)
 
     @cached_property
+    def begins_G(self) -> Tensor:
+        """The first token that each group sees, in the packed row."""
+        found = [span.start for span, own in zip(self.documents.spans, self.anchors, strict=True) for _ in own]
+        return sent(torch.tensor(found), self.documents.device)
+
+    @cached_property
+    def seen_G(self) -> Tensor:
+        """How many tokens each group sees."""
+        return sent(torch.tensor([a + 1 for own in self.anchors for a in own]), self.documents.device)
+
+    @cached_property
     def padded(self) -> "Padded":
         """The documents that have groups side by side, each as wide as the widest."""
         found = [(span, own) for span, own in zip(self.documents.spans, self.anchors, strict=True) if len(own)]
@@ -92,6 +103,13 @@ def attend_groups(
     documents go at once.
     """
     if q_NRD.is_cuda:
+        from models import fused_groups
+
+        if softcap is None and fused_groups.serves(q_NRD, len(own[0]), groups.size):
+            own_keys, own_values = (t.to(q_NRD.dtype) for t in own)
+            far = prefix[0][0].to(q_NRD.dtype), prefix[1][0].to(q_NRD.dtype)
+            about = (groups.begins_G, groups.seen_G, groups.size, scale, window)
+            return fused_groups.attend(q_NRD, (own_keys, own_values), far, *about)
         return attend_padded(q_NRD, own, prefix, groups, scale, softcap, window)
     k_KRD, v_KRD = own
     N, _, D = q_NRD.shape
