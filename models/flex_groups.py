@@ -99,18 +99,11 @@ def attend_groups(
     """Masks over the tokens of their document up to their anchor, and over their own group -> [R, N*D].
 
     `own` are the masks' keys and values [K, R, D], `prefix` those of the tokens [1, K, T, D]. One softmax over the two
-    parts: nothing of the size of masks times masks is formed. On a GPU, where a launch costs more than that, all
-    documents go at once.
+    parts: nothing of the size of masks times masks is formed. On a GPU all documents go at once, by a kernel where it
+    serves.
     """
     if q_NRD.is_cuda:
-        from models import fused_groups
-
-        if softcap is None and fused_groups.serves(q_NRD, len(own[0]), groups.size):
-            own_keys, own_values = (t.to(q_NRD.dtype) for t in own)
-            far = prefix[0][0].to(q_NRD.dtype), prefix[1][0].to(q_NRD.dtype)
-            about = (groups.begins_G, groups.seen_G, groups.size, scale, window)
-            return fused_groups.attend(q_NRD, (own_keys, own_values), far, *about)
-        return attend_padded(q_NRD, own, prefix, groups, scale, softcap, window)
+        return _on_gpu(q_NRD, own, prefix, groups, scale, softcap, window)
     k_KRD, v_KRD = own
     N, _, D = q_NRD.shape
     K, size = k_KRD.shape[0], groups.size
@@ -132,6 +125,18 @@ def attend_groups(
         out = (weights[..., :seen].reshape(K, -1, seen) @ v_prefix).view(q.shape) + weights[..., seen:] @ v
         parts.append(out.reshape(N, -1, D))
     return torch.cat(parts, 1).transpose(0, 1).flatten(1)
+
+
+def _on_gpu(
+    q: Tensor, own: tuple[Tensor, Tensor], prefix: tuple[Tensor, Tensor], groups: Groups, scale: float,
+    softcap: float | None, window: int | None,
+) -> Tensor:  # fmt: skip
+    from models import fused_groups
+
+    if softcap is not None or not fused_groups.serves(q, len(own[0]), groups.size):
+        return attend_padded(q, own, prefix, groups, scale, softcap, window)
+    near, far = (own[0].to(q.dtype), own[1].to(q.dtype)), (prefix[0][0].to(q.dtype), prefix[1][0].to(q.dtype))
+    return fused_groups.attend(q, near, far, groups.begins_G, groups.seen_G, groups.size, scale, window)
 
 
 def attend_padded(
