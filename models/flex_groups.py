@@ -30,6 +30,17 @@ class Groups:
         return sent((flat.unsqueeze(1) + torch.arange(1, self.size + 1)).flatten(), self.documents.device)
 
     @cached_property
+    def begins_G(self) -> Tensor:
+        """The first token that each group sees, in the packed row."""
+        found = [span.start for span, own in zip(self.documents.spans, self.anchors, strict=True) for _ in own]
+        return sent(torch.tensor(found), self.documents.device)
+
+    @cached_property
+    def seen_G(self) -> Tensor:
+        """How many tokens each group sees."""
+        return sent(torch.tensor([a + 1 for own in self.anchors for a in own]), self.documents.device)
+
+    @cached_property
     def padded(self) -> "Padded":
         """The documents that have groups side by side, each as wide as the widest."""
         found = [(span, own) for span, own in zip(self.documents.spans, self.anchors, strict=True) if len(own)]
@@ -88,11 +99,11 @@ def attend_groups(
     """Masks over the tokens of their document up to their anchor, and over their own group -> [R, N*D].
 
     `own` are the masks' keys and values [K, R, D], `prefix` those of the tokens [1, K, T, D]. One softmax over the two
-    parts: nothing of the size of masks times masks is formed. On a GPU, where a launch costs more than that, all
-    documents go at once.
+    parts: nothing of the size of masks times masks is formed. On a GPU all documents go at once, by a kernel where it
+    serves.
     """
     if q_NRD.is_cuda:
-        return attend_padded(q_NRD, own, prefix, groups, scale, softcap, window)
+        return _on_gpu(q_NRD, own, prefix, groups, scale, softcap, window)
     k_KRD, v_KRD = own
     N, _, D = q_NRD.shape
     K, size = k_KRD.shape[0], groups.size
@@ -114,6 +125,18 @@ def attend_groups(
         out = (weights[..., :seen].reshape(K, -1, seen) @ v_prefix).view(q.shape) + weights[..., seen:] @ v
         parts.append(out.reshape(N, -1, D))
     return torch.cat(parts, 1).transpose(0, 1).flatten(1)
+
+
+def _on_gpu(
+    q: Tensor, own: tuple[Tensor, Tensor], prefix: tuple[Tensor, Tensor], groups: Groups, scale: float,
+    softcap: float | None, window: int | None,
+) -> Tensor:  # fmt: skip
+    from models import fused_groups
+
+    if softcap is not None or not fused_groups.serves(q, len(own[0]), groups.size):
+        return attend_padded(q, own, prefix, groups, scale, softcap, window)
+    near, far = (own[0].to(q.dtype), own[1].to(q.dtype)), (prefix[0][0].to(q.dtype), prefix[1][0].to(q.dtype))
+    return fused_groups.attend(q, near, far, groups.begins_G, groups.seen_G, groups.size, scale, window)
 
 
 def attend_padded(

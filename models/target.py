@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models import lean
 from models.attention import Documents, Heads, attend, attend_documents, rotate
 from models.cache import KVCache
-from models.kernels import kernels, serve
+from models.kernels import HEAD_SIZES, kernels, serve
 from models.linear import linear
 from models.source import Source, load_model, load_tokenizer, resolve
 from models.target_weights import Layer, Weights, Whole, affine, concatenate
@@ -71,8 +72,8 @@ class Target:
         self._rotary, self._tables = body.rotary_emb, {}  # type: Any, dict[str, tuple[Tensor, Tensor]]
         everywhere = all(la.kind == "full_attention" and la.softcap is None for la in layers)
         one_norm = "pre_feedforward_layernorm" not in layers[0].norms
-        silu = getattr(config, "hidden_act", "") == "silu"
-        self.plain = everywhere and one_norm and silu  # the kernels know such layers
+        self.silu = getattr(config, "hidden_act", "") == "silu"
+        self.plain = everywhere and one_norm and self.silu  # the kernels know such layers
         self.place(self.embed_weight.device)
 
     def place(self, device: torch.device) -> None:
@@ -129,8 +130,7 @@ class Target:
 
     def norm(self, x: Tensor, gain: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):  # which on a GPU would hand on fp32
-            with torch.autocast(x.device.type, enabled=False):
-                return F.rms_norm(x, (gain.shape[0],), gain, self.eps)
+            return lean.rms_norm(x, gain, self.eps)
         return F.rms_norm(x, (gain.shape[0],), gain, self.eps)
 
     def rope(self, kind: str) -> tuple[Tensor, Tensor]:
@@ -245,7 +245,8 @@ class Target:
         q, k, v = qkv.split([self.n_heads, self.n_kv, self.n_kv], dim=1)
         if "q_norm" in norms:
             q, k = self.norm(q, norms["q_norm"]), self.norm(k, norms["k_norm"])
-        return rotate(q, *rope), rotate(k, *rope), v
+        turn = lean.rotate if qkv_BTX.requires_grad and self.head_dim in HEAD_SIZES else rotate
+        return turn(q, *rope), turn(k, *rope), v
 
     def finish(self, layer: Layer, x_BTH: Tensor, mixed_BTH: Tensor) -> Tensor:
         """The rest of a layer, from what its attention adds to its input."""
@@ -259,6 +260,9 @@ class Target:
         return x + self._mlp(layer, self.norm(x, norms["post_attention_layernorm"]))
 
     def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        if x.requires_grad and self.silu:  # of masks that learn
+            gate, up = (linear(x, weight) for weight in layer.gate_up.chunk(2))
+            return linear(lean.gated(gate, up), layer.down.weight, layer.down.bias)
         gate, up = linear(x, layer.gate_up).chunk(2, dim=-1)
         return linear(layer.act(gate) * up, layer.down.weight, layer.down.bias)
 

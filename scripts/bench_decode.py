@@ -3,7 +3,8 @@
     python scripts/bench_decode.py shape=qwen3-8b context=512,8192 [batch=1] [rounds=48] [decoders=ar,eagle]
 
 Beside it stands the floor: the bytes of the weights that a step must read, over this device's measured copy bandwidth.
-Random weights accept next to nothing, so a round is a round of fixed cost. Shapes: qwen3-8b, smollm2, tiny.
+Random weights accept next to nothing, so a round is a round of fixed cost. `flex` and `flex-parallel` are a calibrated
+FlexDraft's, blocks of 16 in the last third of the layers (or layers=N). Shapes: qwen3-8b, smollm2, tiny.
 """
 
 import statistics
@@ -17,9 +18,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from eval.decode import decode_keeping
+from eval.drafters import Drafter
 from eval.engine import PHASES
 from eval.settings import Settings
 from models.eagle3 import Eagle3, Eagle3Config
+from models.flexdraft import FlexDraft, FlexDraftConfig
 from models.source import Source
 from models.target import Target, choose_device, choose_dtype
 from models.vocab import VocabMap
@@ -46,6 +49,10 @@ DECODERS = {
     "graft-stopped": Settings("graft", gates=(1.0, 1.0, 1.0)),  # stops at once: all retrieval
     "splice-stopped": Settings("splice", gates=(1.0, 1.0, 1.0)),
 }
+BLOCKS = {  # of FlexDraft: every draft of a block is verified, with a group of masks behind each
+    "flex": Settings("flex", depth=15, branch=1, nodes=15, gates=(0.0,)),
+    "flex-parallel": Settings("flex", depth=15, branch=1, nodes=15, gates=(0.0,), parallel=True),
+}
 
 
 def build(shape: str, device: torch.device, longest: int) -> tuple[Target, Eagle3]:
@@ -62,6 +69,12 @@ def build(shape: str, device: torch.device, longest: int) -> tuple[Target, Eagle
     drafter = Eagle3(Eagle3Config.from_target(target, vocab), vocab)
     drafter.init_from_target(target)
     return target, drafter.to(device=device, dtype=dtype)
+
+
+def block_drafter(target: Target, layers: int) -> FlexDraft:
+    drafter = FlexDraft(FlexDraftConfig.from_target(target, layers, 16, calibrator_rank=256))
+    drafter.init_from_target(target, [torch.arange(20)])
+    return drafter.to(device=target.device, dtype=target.dtype).eval()
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -84,10 +97,12 @@ def wait(device: torch.device) -> None:
 
 def main(argv: list[str]) -> None:
     options = {"shape": "qwen3-8b", "context": "512", "batch": "1", "rounds": "48", "device": "auto"}
-    options |= {"decoders": ",".join(DECODERS)} | dict(a.split("=", 1) for a in argv)
+    options |= {"layers": "0", "decoders": ",".join((*DECODERS, *BLOCKS))} | dict(a.split("=", 1) for a in argv)
     device, rounds, batch = choose_device(options["device"]), int(options["rounds"]), int(options["batch"])
     contexts = [int(c) for c in options["context"].split(",")]
-    target, drafter = build(options["shape"], device, max(contexts) + 12 * rounds + 128)
+    labels = options["decoders"].split(",")
+    target, eagle = build(options["shape"], device, max(contexts) + 16 * rounds + 512)
+    blocks = block_drafter(target, int(options["layers"])) if BLOCKS.keys() & set(labels) else None
     size = sum(p.numel() * p.element_size() for p in target.model.parameters())
     size -= target.embed_weight.numel() * target.embed_weight.element_size()  # a few rows of it are read
     bandwidth = copy_bandwidth(device)
@@ -100,8 +115,9 @@ def main(argv: list[str]) -> None:
         prompts = torch.randint(0, target.vocab_size, (batch, context), generator=source).tolist()
         print(f"context {context}: ms a round, {rounds} rounds, warmed up by as many; median of 3 runs")
         print("  " + "".join(f"{word:>14}" for word in ("decoder", "round", *PHASES[1:], "accepted")))
-        for label in options["decoders"].split(","):
-            settings = Settings(**{**vars(DECODERS[label]), "max_new_tokens": rounds})
+        for label in labels:
+            drafter: Drafter | None = blocks if label in BLOCKS else eagle
+            settings = Settings(**{**vars((DECODERS | BLOCKS)[label]), "max_new_tokens": rounds})
             runs = [decode(target, drafter, prompts, settings, row_ids=[*range(batch)]) for _ in range(4)][1:]
             cost = [statistics.median(1000 * r.seconds[p] / r.rounds_total for r in runs) for p in PHASES[1:]]
             whole = statistics.median(1000 * r.decode_seconds / r.rounds_total for r in runs)
