@@ -20,7 +20,7 @@ from recipes.schema import DECODERS, UserError
 FIRST_TOKENS = 4  # of the first run of each candidate, which compiles, allocates and faults pages in
 
 Rows = tuple[int, bool]  # verified in a round, and whether masks went with them
-Batch = tuple[list[list[int]], list[int]]  # prompts of one call, and their row ids
+Batch = tuple[list[list[int]], list[int], bool]  # prompts of one call, their row ids, whether one was decoded before
 
 
 @dataclass

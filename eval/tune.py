@@ -15,6 +15,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from omegaconf import OmegaConf
 
 from data_prep.prompts import Prompt
 from eval import tunings
-from eval.decode import Decoded, decode_keeping
+from eval.decode import Decoded, decode_keeping, ready
 from eval.drafters import Drafter, fitted
 from eval.matrix import SuccessorMatrix
 from eval.memory import by_halving
@@ -51,6 +52,7 @@ from recipes.schema import EvalConfig, Recipe, UserError
 WARM_PROMPTS = 3
 # (batches of prompts, tokens each, batches even when the budget is spent): everybody, the best few, the run-off
 ROUNDS = ((3, 16, 2), (4, 32, 2), (8, 40, 5))
+LEAST = sum(least for *_, least in ROUNDS)  # batches
 FEW, FINALISTS = 8, 4
 GRID_BATCHES = 8  # of prompts, on which all candidates are measured when the choice is judged
 BUDGET_SECONDS = 90.0
@@ -89,7 +91,7 @@ def tune(
     trials = trials_of(settings or candidates(recipe, target.device.type, drafter), base)
     prompts_used = min(len(batches), sum(count for count, *_ in ROUNDS))
     print(f"tuning: {len(trials)} settings on {prompts_used} validation prompts or batches, about {budget:.0f} s")
-    run = _runner(target, drafter, decode)
+    run = _runner(target, drafter, decode, base)
     trials = fitting(trials, run, batches[0])
     finalists = race(trials, batches, run, lambda: (time.perf_counter() - start) / max(budget, 1e-9))
     best = max(finalists, key=lambda trial: trial.speed)
@@ -159,7 +161,7 @@ def measured_grid(
     warm, batches = _prompts(recipe, target, prompts)
     base = warm_matrix(target, drafter, recipe, warm, decode)
     trials = trials_of(settings or candidates(recipe, target.device.type, drafter), base)
-    run = _runner(target, drafter, decode)
+    run = _runner(target, drafter, decode, base)
     trials = fitting(trials, run, batches[0])
     for number, batch in enumerate(batches[:GRID_BATCHES]):
         for trial in rotated(trials, number):
@@ -238,16 +240,23 @@ def warm_matrix(
     return matrix
 
 
-def _runner(target: Target, drafter: Drafter, decode: Callable[..., Decoded]) -> Callable[..., Decoded]:
-    def run(trial: Trial, batch: list[list[int]], row_ids: list[int]) -> Decoded:
+def _runner(
+    target: Target, drafter: Drafter, decode: Callable[..., Decoded], base: SuccessorMatrix
+) -> Callable[..., Decoded]:
+    """Runs a trial on a batch; prompts that come again find the matrix as it was before any of them."""
+
+    def run(trial: Trial, batch: list[list[int]], row_ids: list[int], again: bool) -> Decoded:
+        if again and trial.matrix is not None:
+            trial.matrix.assign(base)
         helper = drafter if trial.settings.drafts else None
-        return decode(target, helper, batch, trial.settings, matrix=trial.matrix, row_ids=row_ids)
+        once = partial(decode, target, helper, batch, trial.settings, matrix=trial.matrix, row_ids=row_ids)
+        return ready(once, trial.matrix)
 
     return run
 
 
 def _prompts(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> tuple[list[list[int]], list[Batch]]:
-    """(prompts that warm the matrix, batches to decode); every second prompt warms until there are enough."""
+    """(prompts that warm the matrix, batches to decode); prompts come again where there are too few for `LEAST`."""
     limit = longest_prompt(target, recipe.eval)
     named = [(p.id, encode(target, recipe, p)) for p in prompts]
     named = [(name, ids) for name, ids in named if len(ids) <= limit]
@@ -257,13 +266,11 @@ def _prompts(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> tuple
         )
     warming = min(WARM_PROMPTS, len(named) // 3)
     warm, rest = [ids for _, ids in named[:warming]], named[warming:]
-    size = recipe.eval.batch_size
-    while len(rest) < size:
-        rest = rest + rest
-    batches = []
-    for start in range(0, len(rest) - size + 1, size):
-        part = rest[start : start + size]
-        batches.append(([ids for _, ids in part], [row_id(name, 0) for name, _ in part]))
+    size, batches = recipe.eval.batch_size, []
+    for start in range(0, size * max(len(rest) // size, LEAST), size):
+        part = [rest[k % len(rest)] for k in range(start, start + size)]
+        again = start + size > len(rest)
+        batches.append(([ids for _, ids in part], [row_id(name, 0) for name, _ in part], again))
     return warm, batches
 
 
