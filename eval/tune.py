@@ -28,7 +28,7 @@ from eval.drafters import Drafter, fitted
 from eval.matrix import SuccessorMatrix
 from eval.memory import by_halving
 from eval.outcome import check_prompts, encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
-from eval.plan import POLICY, asked, at_batch, batch_sizes, check_settings, policies, settings_of
+from eval.plan import asked, at_batch, batch_sizes, check_settings, policies, settings_of
 from eval.results import environment
 from eval.settings import BLOCKED, GATED, PARALLEL, Settings
 from eval.trials import (
@@ -84,9 +84,9 @@ def tune(
 
     The first prompts warm graft's matrix, the others are decoded; none of them may be among the measured ones.
     """
-    drafter, decode = in_dtype(drafter, target.dtype), decode or decode_keeping()
-    start = time.perf_counter()
+    drafter, start = in_dtype(drafter, target.dtype), time.perf_counter()
     warm, batches = _prompts(recipe, target, prompts)
+    decode = decode or _keeping(warm, batches)
     base = warm_matrix(target, drafter, recipe, warm, decode)
     trials = trials_of(settings or candidates(recipe, target.device.type, drafter), base)
     prompts_used = min(len(batches), sum(count for count, *_ in ROUNDS))
@@ -157,8 +157,8 @@ def measured_grid(
     settings: Sequence[Settings] | None = None,
 ) -> list[dict[str, Any]]:
     """Every candidate on the same prompts, interleaved: what the tuner's choice is judged against. Fastest first."""
-    drafter, decode = in_dtype(drafter, target.dtype), decode or decode_keeping()
-    warm, batches = _prompts(recipe, target, prompts)
+    drafter, (warm, batches) = in_dtype(drafter, target.dtype), _prompts(recipe, target, prompts)
+    decode = decode or _keeping(warm, batches)
     base = warm_matrix(target, drafter, recipe, warm, decode)
     trials = trials_of(settings or candidates(recipe, target.device.type, drafter), base)
     run = _runner(target, drafter, decode, base)
@@ -170,13 +170,17 @@ def measured_grid(
     return [trial.record() for trial in sorted(trials, key=lambda trial: -trial.speed)]
 
 
+def judged(recipe: Recipe, target: Target, drafter: Drafter, prompts: Sequence[Prompt], **given: Any) -> tunings.Tuning:
+    """What `tune` finds, with the measured grid beside its choice and how far below the best of it that is."""
+    decode = _keeping(*_prompts(recipe, target, prompts))
+    tuned = tune(recipe, target, drafter, prompts, decode=decode, **given)
+    grid = measured_grid(recipe, target, drafter, prompts, decode=decode, settings=given.get("settings"))
+    return tuned | {"grid": grid, "shortfall": shortfall(grid, tuned["chosen"])}
+
+
 def shortfall(grid: list[dict[str, Any]], chosen: dict[str, Any]) -> float:
     """How far the chosen setting is below the best of a measured grid, as a share of the best."""
-    keys = ("decoder", "depth", "branch", "nodes", "gates", "parallel", *POLICY)
-    mine = next((row for row in grid if all(row[key] == chosen[key] for key in keys)), None)
-    if mine is None:
-        raise ValueError(f"{chosen['decoder']} ({chosen['shape']}) is not in the grid")
-    return 1 - mine["tokens_per_s"] / max(row["tokens_per_s"] for row in grid)
+    return 1 - tunings.of_grid(grid, chosen)["tokens_per_s"] / max(row["tokens_per_s"] for row in grid)
 
 
 def candidates(recipe: Recipe, device: str, drafter: Drafter | None = None) -> list[Settings]:
@@ -255,6 +259,11 @@ def _runner(
     return run
 
 
+def _keeping(warm: list[list[int]], batches: list[Batch]) -> Callable[..., Decoded]:
+    """`decode` with engines of its own, whose caches no prompt outgrows."""
+    return decode_keeping(max(len(ids) for group in (warm, *(ids for ids, *_ in batches)) for ids in group))
+
+
 def _prompts(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> tuple[list[list[int]], list[Batch]]:
     """(prompts that warm the matrix, batches to decode); prompts come again where there are too few for `LEAST`."""
     limit = longest_prompt(target, recipe.eval)
@@ -281,6 +290,7 @@ def main(recipe: Recipe) -> None:
     check_settings(recipe)
     source, prompts = check_models(recipe), warmup_prompts()
     folder = check_writable(drafter_folder(recipe))  # tuned.json belongs beside the drafter
+    tunings.check(folder)
     if source is not None:
         check_prompts(source, load_tokenizer(source, recipe.target.trust_remote_code), recipe, prompts)
     if recipe.dry_run:
@@ -293,15 +303,9 @@ def main(recipe: Recipe) -> None:
     recipe, found = fitted(recipe, drafter), []
     for size in batch_sizes(recipe.eval):
         sized = at_batch(recipe, size)
-        tuned = tune(sized, target, drafter, prompts)
-        tuned["grid"] = grid = measured_grid(sized, target, drafter, prompts)
-        tuned["shortfall"] = shortfall(grid, tuned["chosen"])
-        tunings.write(folder, tuned)
-        found.append(tuned)
-        for row in grid:
-            figures = f"tau {row['tau']:.2f}  {row['ms_per_round']:7.1f} ms  {row['tokens_per_s']:6.1f} tokens/s"
-            print(f"{row['decoder']:6} {row['shape']:50} {figures}")
-        print(f"batch {size}: {tunings.choice(tuned)}; {100 * tuned['shortfall']:.1f} % below the best of the grid")
+        found.append(judged(sized, target, drafter, prompts))
+        tunings.write(folder, found[-1])
+        print("\n".join(tunings.grid_lines(found[-1])))
     if isinstance(drafter, FlexDraft):
         print("\n".join(tunings.crossover(found)))
     print(f"written to {folder / tunings.FILE}")
