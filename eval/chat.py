@@ -182,6 +182,8 @@ def main(recipe: Recipe) -> None:
     check_settings(recipe)
     recipe = choose(recipe)
     source = check_models(recipe, recipe.decoder in DRAFTED)
+    if recipe.decoder in DRAFTED:
+        tunings.check(drafter_folder(recipe))
     if source is not None:
         check_room(source, recipe.eval)
     if recipe.dry_run:

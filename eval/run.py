@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from data_prep.prompts import Prompt, load_prompts
-from eval import calibrated, harness, sweep, tune
+from eval import calibrated, harness, sweep, tune, tunings
 from eval.drafters import Drafter, fitted
 from eval.outcome import check_prompts, disjoint, warmup_prompts
 from eval.plan import Entry, batch_sizes, check_settings, describe, plan
@@ -90,6 +90,8 @@ def check(recipe: Recipe) -> list[Prompt]:
     prompts = load_prompts(recipe.prompts or recipe.eval.prompts, recipe.eval.limit)
     source = check_models(recipe, needs_drafter(recipe))
     harness.check_matrix(recipe, source, prompts)
+    if recipe.eval.tune and needs_drafter(recipe):
+        tunings.check(drafter_folder(recipe))
     if source is not None:
         check_prompts(source, load_tokenizer(source, recipe.target.trust_remote_code), recipe, prompts)
     return prompts

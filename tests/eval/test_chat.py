@@ -183,6 +183,9 @@ def test_the_tuners_shape_is_used(world: World, target: Target, capsys: pytest.C
         "best": {"graft": row},
         "chosen": row | {"decoder": "ar"},
         "speculate": False,
+        "seconds": 1.0,
+        "table": [],
+        "cost_curve": {},
     }
     tunings.write(folder, about)
     try:
