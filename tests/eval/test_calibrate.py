@@ -134,7 +134,8 @@ def test_a_drafter_that_states_no_target_keeps_its_gates(world: World) -> None:
     kept = papers.read_text()
     papers.write_text("{}")
     try:
-        assert "calibrated on 18 prompts" in calibrated.read(papers.parent)["words"]
+        found = calibrated.read(papers.parent)
+        assert found is not None and "calibrated on 18 prompts" in found["words"]
     finally:
         papers.write_text(kept)
 
