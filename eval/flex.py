@@ -25,6 +25,7 @@ class FlexDrafting:
 
     def __init__(self, drafter: FlexDraft, target: Target, text: KVCache) -> None:
         self.drafter, self.target, self.text = drafter, target, text
+        drafter.pack(target)
         self.cache = KVCache(0, text.rows, 1, text.capacity, 1, target.device, target.dtype)
         self.bonus = torch.zeros(text.rows, dtype=torch.int64, device=target.device)
         size, dtype = drafter.config.block_size, target.dtype

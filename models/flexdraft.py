@@ -12,12 +12,13 @@ B batch, T tokens of a packed row, R mask rows, S key slots, H hidden, N heads, 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from models import flex_lora
+from models import flex_fused, flex_lora
 from models.attention import Documents, attend
 from models.cache import KVCache
 from models.flex_groups import Groups, attend_groups
@@ -127,6 +128,7 @@ class DraftAttention(nn.Module):
         self.q_norm = nn.Parameter(torch.ones(c.head_dim)) if c.qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(c.head_dim)) if c.qk_norm else None
         self.block = DraftBlock(c) if c.inner_size else None
+        self.packed: tuple[Tensor, Tensor | None] | None = None
 
     @torch.no_grad()
     def copy_from(self, layer: Layer) -> None:
@@ -148,6 +150,12 @@ class DraftAttention(nn.Module):
     def rest(self, layer: Layer, dtype: torch.dtype) -> Layer:
         """What masks use of a layer besides its attention."""
         return layer if self.block is None else self.block.over(layer, dtype)
+
+    def pack(self) -> None:
+        """Lay q, k and v side by side for the kernels of a GPU; again when they have changed."""
+        parts: list[Any] = [self.q_proj, self.k_proj, self.v_proj]
+        bias = None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts])
+        self.packed = torch.cat([part.weight.detach() for part in parts]), bias
 
     def project(self, x_BRH: Tensor) -> Tensor:
         return torch.cat((self.q_proj(x_BRH), self.k_proj(x_BRH), self.v_proj(x_BRH)), -1)
@@ -208,6 +216,12 @@ class FlexDraft(nn.Module):
         plain.load_state_dict(rest | {f"layers.{name}": t for name, t in flex_lora.merged(self.layers).items()})
         return plain.to(self.mask.device).eval()
 
+    def pack(self, target: Target) -> None:
+        """Before decoding, and again when weights have changed."""
+        for layer in self.layers if flex_fused.serve(self, target) else ():
+            assert isinstance(layer, DraftAttention)
+            layer.pack()
+
     def uncalibrated(self) -> "FlexDraft":
         """The same masks, a copy, without the calibrator."""
         bare = FlexDraft(replace(self.config, calibrator_rank=0))
@@ -261,6 +275,8 @@ class FlexDraft(nn.Module):
     def block(self, target: Target, cache: KVCache) -> Tensor:
         """Decoding: final normed states [B, block_size, H] of a group behind each row's committed tokens. Nothing is
         written: the masks' keys and values are gone afterwards."""
+        if flex_fused.ready(self, target) and self.config.block_size <= flex_fused.ROOM:
+            return flex_fused.block(self, target, fused_of(target), cache)
         size, device = self.config.block_size, target.device
         positions = cache.lengths.unsqueeze(1) + torch.arange(size, device=device)
         slot = torch.arange(cache.span(0), device=device)
@@ -283,6 +299,8 @@ class FlexDraft(nn.Module):
         """Decoding, two jobs in one forward: the target's final normed states [B, T, H] of new tokens behind the
         committed ones, as `Target.forward` writes and says them, and those of a group behind each of these
         [B, T, block_size, H], which sees the new tokens up to its own."""
+        if flex_fused.ready(self, target):
+            return flex_fused.verify(self, target, fused_of(target), ids_BT, cache)
         B, T = ids_BT.shape
         size, split, device = self.config.block_size, self.config.split_layer, target.device
         positions = cache.lengths.unsqueeze(1) + torch.arange(T, device=device)
@@ -314,6 +332,11 @@ class FlexDraft(nn.Module):
             return logits
         bonus = target.embed(bonus_B).unsqueeze(1).expand_as(states_BLH)
         return logits + self.calibrator(bonus, states_BLH)
+
+
+def fused_of(target: Target) -> ModuleType:
+    assert target.kernels is not None
+    return target.kernels
 
 
 class _Sight:

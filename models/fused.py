@@ -169,6 +169,30 @@ def _merge(
     tl.store(out + ((b * T + t) * (K * G) + kv * G + g) * D + d, mixed.to(out.dtype.element_ty))
 
 
+def store(
+    qkv_BTX: Tensor,
+    rope: tuple[Tensor, Tensor],
+    depths: Tensor | int | None,
+    lengths_B: Tensor,
+    into: tuple[Tensor, Tensor],
+    offset: int,
+    heads: Heads,
+) -> Tensor:
+    """Norm and rotate; keys and values go `into` [B, K, capacity, D], `offset` slots behind the committed ones. Returns
+    the queries [B, T, N*D]."""
+    B, T, _ = qkv_BTX.shape
+    N, K, D = heads.queries, heads.keys, heads.size
+    queries = qkv_BTX.new_empty(B, T, N * D)
+    none, place = qkv_BTX, "line" if depths is None else "all" if isinstance(depths, int) else "each"
+    q_gain, k_gain = (none if gain is None else gain for gain in (heads.q_gain, heads.k_gain))
+    _rotate_and_store[(B * T, N + 2 * K)](
+        qkv_BTX, *rope, depths if place == "each" else none, lengths_B, q_gain, k_gain, queries, *into,
+        heads.eps, T, into[0].shape[2], offset,
+        depths if place == "all" else 0, len(rope[0]) - 1, N, K, D, heads.q_gain is not None, place, num_warps=1,
+    )  # fmt: skip
+    return queries
+
+
 def attention(
     qkv_BTX: Tensor,
     rope: tuple[Tensor, Tensor],
@@ -187,15 +211,8 @@ def attention(
     N, K, D = heads.queries, heads.keys, heads.size
     U = T if ancestors_BTU is None else ancestors_BTU.shape[2]
     keys, values, capacity = cache.keys[layer], cache.values[layer], cache.capacity
-    queries = qkv_BTX.new_empty(B, T, N * D)
-    none, place = qkv_BTX, "line" if depths is None else "all" if isinstance(depths, int) else "each"
-    q_gain, k_gain = (none if gain is None else gain for gain in (heads.q_gain, heads.k_gain))
-    _rotate_and_store[(B * T, N + 2 * K)](
-        qkv_BTX, *rope, depths if place == "each" else none, cache.lengths, q_gain, k_gain, queries, keys, values,
-        heads.eps, T, capacity, U - T,
-        depths if place == "all" else 0, len(rope[0]) - 1, N, K, D, heads.q_gain is not None, place, num_warps=1,
-    )  # fmt: skip
-    G = N // K
+    queries = store(qkv_BTX, rope, depths, cache.lengths, (keys, values), U - T, heads)
+    none, G = qkv_BTX, N // K
     small = qkv_BTX.dtype == torch.float32 or D > 128
     block_m = min(64 if small else 128, max(16, triton.next_power_of_2(T * G)))
     block_n, wide = 32 if D > 128 else 64, block_m > 64

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from models.fused import LOG2_E, _absorb
+from models.attention import Heads
+from models.fused import LOG2_E, _absorb, store
 from models.kernels import HEAD_SIZES
 
 MOST_ROWS = 128  # queries of a program
@@ -182,6 +183,31 @@ class _Groups(torch.autograd.Function):
         )  # fmt: skip
         dq, dk, dv = (t.transpose(0, 1) for t in (dq, dk, dv))
         return dq, dk, dv, *[None] * 7
+
+
+def behind(
+    qkv_RX: Tensor,
+    rope: tuple[Tensor, Tensor],
+    places_R: Tensor,
+    far: tuple[Tensor, Tensor],
+    begins_G: Tensor,
+    seen_G: Tensor,
+    size: int,
+    heads: Heads,
+) -> Tensor:
+    """Decoding: projections of all groups' masks at these places, normed, rotated and attended [R, N*D]. `far`: keys
+    and values of a cache [B, K, capacity, D]; group g sees `seen[g]` slots from `begins[g]` on, counted in slots of one
+    head."""
+    R, (N, K, D) = len(qkv_RX), (heads.queries, heads.keys, heads.size)
+    keys, values = (qkv_RX.new_empty(1, K, R, D) for _ in range(2))
+    nothing = torch.zeros(1, dtype=torch.int64, device=qkv_RX.device)
+    queries = store(qkv_RX.unsqueeze(0), rope, places_R, nothing, (keys, values), 0, heads)
+    out, lse = torch.empty_like(queries[0]), torch.empty(N, R, dtype=torch.float32, device=qkv_RX.device)
+    strides = (D, N * D, *[R * D, D] * 2, *[far[0].stride(1), D] * 2)
+    shape, tuned = _plan(size, N // K, K, D, qkv_RX.dtype, None)
+    read = (queries, keys, values, *far, begins_G, seen_G)
+    _forward[(len(begins_G), K)](*read, out, lse, heads.scale * LOG2_E, R, 0, *strides, *shape, **tuned)
+    return out
 
 
 def _plan(

@@ -192,20 +192,27 @@ class Target:
     ) -> States:
         """`forward` by the kernels of the device: the same layers, with fewer launches."""
         seen = None if ancestors_BTT is None else ancestors_BTT.to(torch.uint8).contiguous()
-        rope, states = self.rope(self.kinds[0]), []
-        delta: Tensor | None = None
+        states, delta = [], None  # type: list[Tensor], Tensor | None
         for index, layer in enumerate(self.layers):
             x, normed = fused.add_norm(x, delta, layer.norms["input_layernorm"], self.eps)
             if index in self.taps:
                 states.append(x)
-            qkv = linear(normed, layer.qkv, layer.qkv_bias)
-            mixed = fused.attention(qkv, rope, depths_BT, cache, index, self._heads(layer), seen)
-            mixed = linear(mixed, layer.out.weight, layer.out.bias)
-            x, normed = fused.add_norm(x, mixed, layer.norms["post_attention_layernorm"], self.eps)
-            delta = linear(fused.gated(linear(normed, layer.gate_up)), layer.down.weight, layer.down.bias)
+            x, delta = self.fused_layer(fused, index, x, normed, depths_BT, cache, seen)
         return States(torch.cat(states, -1), fused.add_norm(x, delta, self.final_norm, self.eps)[1])
 
-    def _heads(self, layer: Layer) -> Heads:
+    def fused_layer(
+        self, fused: ModuleType, index: int, x: Tensor, normed: Tensor, depths: Tensor | None, cache: KVCache,
+        seen: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The stream behind a layer's attention, from the stream before it and its norm, and what is to be added."""
+        layer, rope = self.layers[index], self.rope(self.kinds[0])
+        qkv = linear(normed, layer.qkv, layer.qkv_bias)
+        mixed = fused.attention(qkv, rope, depths, cache, index, self.heads(layer), seen)
+        mixed = linear(mixed, layer.out.weight, layer.out.bias)
+        x, normed = fused.add_norm(x, mixed, layer.norms["post_attention_layernorm"], self.eps)
+        return x, linear(fused.gated(linear(normed, layer.gate_up)), layer.down.weight, layer.down.bias)
+
+    def heads(self, layer: Layer) -> Heads:
         q_gain, k_gain = layer.norms.get("q_norm"), layer.norms.get("k_norm")
         return Heads(self.n_heads, self.n_kv, self.head_dim, layer.scale, self.eps, q_gain, k_gain)
 
