@@ -36,7 +36,7 @@ def sweep(
 ) -> list[Size]:
     """One entry a size of `eval.batch_sizes`, ascending; sizes above one that memory did not hold are left out.
 
-    With eval.tune, settings are the tuner's at each size: those `known`, those beside the drafter in `folder`, or
+    Settings are the tuner's at each size: those `known`, those beside the drafter in `folder`, or with eval.tune
     measured now.
     """
     decode = decode or decode_keeping(harness.longest_conversation(recipe, target, prompts))
@@ -46,10 +46,13 @@ def sweep(
     for size in batch_sizes(recipe.eval):
         sized = at_batch(recipe, size)
         tuned = None
-        if recipe.eval.tune and drafter is not None:
-            same = known is not None and known["batch_size"] == size
+        if known is not None and known["batch_size"] == size:
+            tuned = known
+        elif recipe.eval.tune and drafter is not None:
             with contextlib.suppress(NoRoom):  # measuring then finds the size that fits, untuned
-                tuned = known if same else tune.tuning(sized, target, drafter, spare, folder, decode)
+                tuned = tune.tuning(sized, target, drafter, spare, folder, decode)
+        elif recipe.eval.tune is None and folder is not None:
+            tuned = tunings.read(folder, sized, target)
         entries = [entry for entry in plan(sized, tuned, drafter is not None) if entry.timed]
         bench = harness.Bench(sized, target, drafter, entries, decode)
         sizes.append(_at(bench, spare, prompts) | {"choice": tunings.choice(tuned) if tuned else None})

@@ -265,7 +265,13 @@ def test_a_run_tunes_for_itself_and_uses_what_eval_tune_left_beside_the_drafter(
     assert set(json.loads(beside.read_text())["batches"]) == {"1", "2"}
     entry(run.main, world.arguments("eval.tune=true", "eval.limit=2", "eval.decoders=[chain]"))
     assert "tuned in" not in capsys.readouterr().out
-    assert "measured cost curve" in (world.folder / "out" / "report.md").read_text()
+    page = world.folder / "out" / "report.md"
+    assert "measured cost curve" in page.read_text()
+    for given, used in ((), True), (("eval.tune=false",), False):
+        entry(run.main, world.arguments("eval.limit=1", "eval.decoders=[chain]", "eval.lossless=-1", *given))
+        assert ("measured cost curve" in page.read_text()) == used
+    entry(run.main, world.arguments("eval.decoders=[chain]", "dry_run=true"))
+    assert "those of the drafter's tuned.json" in capsys.readouterr().out
     beside.unlink()
 
 
