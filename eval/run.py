@@ -197,7 +197,7 @@ def cost(recipe: Recipe, prompts: list[Prompt], entries: list[Entry]) -> str:
         seconds = f"about {tune.BUDGET_SECONDS:.0f} s a batch size"
         lines.append(f"  settings are tuned first ({seconds}) unless eval.tune left a tuned.json of this machine")
     elif recipe.eval.tune is None and needs_drafter(recipe) and (drafter_folder(recipe) / tunings.FILE).is_file():
-        lines.append("  settings are those of the drafter's tuned.json, if it was measured with this recipe and machine")
+        lines.append("  settings are those of the drafter's tuned.json, if measured on this machine with this recipe")
     lines.append(f"results, report.md and plots go to {out_folder(recipe)}")
     return "\n".join(lines)
 
