@@ -149,8 +149,8 @@ class Layer(nn.Module):
         with remade(x, lambda: self.hidden_norm(state_TH), lean):
             q = torch.addmm(said.q_nQ, picked(x, asking_n, 0), q_weight.T)
             kv = torch.addmm(said.kv_TK, x, kv_weight.T)
-        k, v = kv.chunk(2, -1)
-        heads = self.self_attn.turned(q[None], k[None], v[None], rope, asking_n)
+        k, v = kv.chunk(2, -1)  # a copy of v: the unroll keeps it, and a view would keep the keys before rotation too
+        heads = self.self_attn.turned(q[None], k[None], v.contiguous()[None], rope, asking_n)
         return self._onward(residual[None], attention(*heads), lean)
 
     def _onward(self, residual: Tensor, mixed: Tensor, lean: bool = False) -> Tensor:

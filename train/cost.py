@@ -38,16 +38,19 @@ def parameters(config: dict[str, Any], eagle: EagleConfig, taps: int) -> int:
 def activations(config: dict[str, Any], recipe: Recipe, wide: int) -> int:
     """Bytes that a micro-batch holds for its backward when all its slots are supervised, `wide` bytes a number.
 
-    By slot and unroll step: state, embedding and residual, queries and the attention's output, keys and values, gate
-    and up, rotation; in fp32 also what models/lean.py makes again in half precision. With train.recompute what goes
-    into a step and the keys and values, and one step whole. For the head: the states of all steps, their gradient.
+    By slot and unroll step: state and residual, queries and the attention's output, keys and values, gate and up,
+    rotation; in fp32 also what models/lean.py makes again in half precision. With train.recompute what goes into a
+    step and the keys and values, and one step whole. Once: embeddings, and what they say. For the head: the states of
+    all steps, their gradient.
     """
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     heads, steps = int(config["num_attention_heads"]), recipe.eagle.unroll_steps
     kv, head = int(config.get("num_key_value_heads") or heads), int(config.get("head_dim") or hidden // heads)
-    step = 3 * hidden + 2 * (heads + kv + 1) * head + 2 * inner + (0 if wide == 2 else 3 * hidden + 2 * inner)
-    every = steps * (2 * hidden + 2 * (kv + 1) * head) + step if recipe.train.recompute else steps * step
-    return recipe.train.micro_batch_tokens * wide * (every + (2 if wide == 2 else 3) * steps * hidden)
+    step = 2 * hidden + 2 * (heads + kv + 1) * head + 2 * inner + (0 if wide == 2 else 2 * hidden + 2 * inner)
+    said = (heads + 2 * kv) * head
+    every = steps * (hidden + said + 2 * (kv + 1) * head) + step if recipe.train.recompute else steps * step
+    once = 2 * hidden + said
+    return recipe.train.micro_batch_tokens * wide * (every + once + (2 if wide == 2 else 3) * steps * hidden)
 
 
 def training_cost(recipe: Recipe, prompts: int) -> str:
