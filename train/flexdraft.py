@@ -31,7 +31,6 @@ SEEN = 8  # rows that the mask vector starts from
 
 class FlexFamily(run.Family):
     title, part = "FlexDraft", "flex"
-    partitions = False  # masks go through its modules' parts, which ZeRO-3 does not see
     shards = False  # they run through the target's layers, whole ones
 
     def check(self, recipe: Recipe, source: Source | None) -> None:
