@@ -33,7 +33,7 @@ def read(folder: Path) -> dict[str, Any] | None:
     if of_drafter != weights_hash(folder):
         print(f"{path} is set aside: it was measured with other weights of the drafter")
         return None
-    if of_target != read_provenance(folder).get("fingerprint"):
+    if of_target != read_provenance(folder).get("fingerprint", of_target):  # others' drafters state none
         print(f"{path} is set aside: it was measured with another target")
         return None
     return found

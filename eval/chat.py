@@ -171,7 +171,8 @@ def choose(recipe: Recipe) -> Recipe:
 
 def tuned_settings(recipe: Recipe, folder: Path, target: Target) -> Settings:
     """The decoder's settings, in the tuner's shape where a tuned.json of this machine lies beside the drafter."""
-    tuned = tunings.read(folder, replace(with_calibrated_gates(at_batch(recipe, 1)), decoder=""), target)
+    as_tuned = replace(with_calibrated_gates(at_batch(recipe, 1)), decoder="")
+    tuned = None if recipe.eval.tune is False else tunings.read(folder, as_tuned, target)
     if tuned is not None and not tuned["speculate"]:
         print("note: the tuner found plain decoding (decoder=ar) fastest on this machine")
     entries = plan(recipe, tuned, calibrated=calibrated_gates(recipe))
@@ -182,6 +183,8 @@ def main(recipe: Recipe) -> None:
     check_settings(recipe)
     recipe = choose(recipe)
     source = check_models(recipe, recipe.decoder in DRAFTED)
+    if recipe.decoder in DRAFTED and recipe.eval.tune is not False:
+        tunings.check(drafter_folder(recipe))
     if source is not None:
         check_room(source, recipe.eval)
     if recipe.dry_run:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from data_prep.loops import is_loop
 from data_prep.prompts import Prompt
 from eval import flex_report, lossless, picture, report, results, tune
-from eval.decode import Decoded, decode_keeping
+from eval.decode import Decoded, decode_keeping, ready
 from eval.drafters import Drafter, fitted
 from eval.matrix import SuccessorMatrix
 from eval.matrix_file import is_file, read_matrix, starting_matrix
@@ -278,7 +278,8 @@ def measure_batch(bench: Bench, entries: list[Entry], prompts: Sequence[Prompt],
         row_ids = [row_id(prompts[i].id, turn) for i in alive]
         for k in range(len(entries)):
             entry = entries[(k + number) % len(entries)]
-            decoded = bench.run(entry.settings, [ids[i] for i in alive], row_ids, matrices[entry.label])
+            matrix = matrices[entry.label]
+            decoded = ready(partial(bench.run, entry.settings, [ids[i] for i in alive], row_ids, matrix), matrix)
             for i, row in zip(alive, decoded.rows, strict=True):
                 fresh[entry.label][i].add(ids[i], row, decoded)
         for i in alive:

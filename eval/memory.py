@@ -10,15 +10,22 @@ import torch
 from recipes.schema import UserError
 
 T = TypeVar("T")
+WORDS = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 SMALLER = "Lower eval.max_prompt, eval.max_new_tokens or eval.nodes, or give a smaller target or dtype"
 
 
+class NoRoom(UserError):
+    """Memory does not hold what was asked for."""
+
+
 def ran_out(error: BaseException) -> bool:
-    """Whether an allocation failed. torch has a class for a GPU's memory, and only words for the host's."""
-    words = "can't allocate memory"
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and words in str(error)
-    )
+    """Whether an allocation failed, or one did before what this error is about: recording a step ends in another error
+    then. torch has a class for what its allocator asks a GPU for, and only words for all else."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS):
+        return True
+    return error.__context__ is not None and ran_out(error.__context__)
 
 
 def attempt(run: Callable[[], T]) -> T | None:
@@ -39,6 +46,6 @@ def by_halving(slots: int, run: Callable[[int], T]) -> T:
     UserError where not even one fits."""
     while (found := attempt(partial(run, slots))) is None:
         if slots == 1:
-            raise UserError(f"out of memory at a single row. {SMALLER}")
+            raise NoRoom(f"out of memory at a single row. {SMALLER}")
         slots = (slots + 1) // 2
     return found

@@ -173,7 +173,8 @@ def parts(tables: list[Table]) -> list[str]:
     ]
     lines += retrieval(tables) + context_lines(tables)
     lines += [
-        f"Gates of {t['decoder']} ({'/'.join(f'{gate:g}' for gate in t['settings']['gates'])}): {source}."
+        f"Gates of {t['decoder']} ({'/'.join(f'{gate:g}' for gate in t['settings']['gates'])}): {source}; rounds that "
+        f"each stopped (none: drafted to the end): {shares(judged(t)['stopped_by_gate'], 'at')}."
         for t in tables
         if (source := t["settings"]["gates_from"]) and t["decoder"] != "graft-cold"
     ]
@@ -190,11 +191,7 @@ def retrieval(tables: list[Table]) -> list[str]:
     if graft is None:
         return []
     f = judged(graft)
-    sources = f["accepted_by_source"]
-    total = max(1, sum(sources.values()))
-    shares = ", ".join(f"{100 * count / total:.0f} % from {name}" for name, count in sorted(sources.items()))
-    shares, stops = shares if any(sources.values()) else "none", counts(f["stopped_by_gate"])
-    lines = [f"Graft's accepted drafts: {shares}; rounds stopped at each gate: {stops}."]
+    lines = [f"Graft's accepted drafts: {shares(f['accepted_by_source'], 'from')}."]
     shape = ("depth", "branch", "nodes") if flex is None else ("depth",)
     if alone is not None and all(alone["settings"][k] == graft["settings"][k] for k in shape):
         taus = f"tau {f['tau']:.2f} against {judged(alone)['tau']:.2f}"
@@ -221,8 +218,10 @@ def context_lines(tables: list[Table]) -> list[str]:
     return [f"Accepted drafts a round of {t['decoder']} by context length, tokens from: {words}."]
 
 
-def counts(table: dict[str, int]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in table.items()) or "none"
+def shares(table: dict[str, int], word: str) -> str:
+    """Of their sum, in per cent."""
+    total = sum(table.values())
+    return ", ".join(f"{100 * n / total:.0f} % {word} {key}" for key, n in sorted(table.items())) if total else "none"
 
 
 def category_table(tables: list[Table]) -> str:

@@ -13,7 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from data_prep.prompts import Prompt, load_prompts
-from eval import calibrated, harness, sweep, tune
+from eval import calibrated, harness, sweep, tune, tunings
 from eval.drafters import Drafter, fitted
 from eval.outcome import check_prompts, disjoint, warmup_prompts
 from eval.plan import Entry, batch_sizes, check_settings, describe, plan
@@ -52,6 +52,8 @@ def evaluate(recipe: Recipe, prompts: list[Prompt], gates: dict[str, Any] | None
     from_here, tuned = with_calibrated_gates(recipe), None  # the tuner tries these gates
     if recipe.eval.tune:
         tuned = tune.tuning(from_here, target, drafter, disjoint(warmup_prompts(), prompts), folder)
+    elif recipe.eval.tune is None:
+        tuned = tunings.read(folder, from_here, target)
     sizes = sweep.sweep(from_here, target, drafter, prompts, folder, tuned) if recipe.eval.batch_sizes else []
     harness.evaluate(
         recipe,
@@ -90,6 +92,8 @@ def check(recipe: Recipe) -> list[Prompt]:
     prompts = load_prompts(recipe.prompts or recipe.eval.prompts, recipe.eval.limit)
     source = check_models(recipe, needs_drafter(recipe))
     harness.check_matrix(recipe, source, prompts)
+    if recipe.eval.tune is not False and needs_drafter(recipe):
+        tunings.check(drafter_folder(recipe))
     if source is not None:
         check_prompts(source, load_tokenizer(source, recipe.target.trust_remote_code), recipe, prompts)
     return prompts
@@ -192,6 +196,8 @@ def cost(recipe: Recipe, prompts: list[Prompt], entries: list[Entry]) -> str:
     if recipe.eval.tune and needs_drafter(recipe):
         seconds = f"about {tune.BUDGET_SECONDS:.0f} s a batch size"
         lines.append(f"  settings are tuned first ({seconds}) unless eval.tune left a tuned.json of this machine")
+    elif recipe.eval.tune is None and needs_drafter(recipe) and (drafter_folder(recipe) / tunings.FILE).is_file():
+        lines.append("  settings are those of the drafter's tuned.json, if measured on this machine with this recipe")
     lines.append(f"results, report.md and plots go to {out_folder(recipe)}")
     return "\n".join(lines)
 

@@ -4,6 +4,7 @@ First turns only. Prompts are repeated where there are fewer than a batch holds:
 lockstep, so they cost what rows cost.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from data_prep.prompts import Prompt
 from eval import harness, results, tune, tunings
 from eval.decode import Decoded, decode_keeping
 from eval.drafters import Drafter
+from eval.memory import NoRoom
 from eval.outcome import disjoint, encode, in_dtype, warmup_prompts
 from eval.plan import at_batch, batch_sizes, plan
 from models.target import Target
@@ -34,19 +36,23 @@ def sweep(
 ) -> list[Size]:
     """One entry a size of `eval.batch_sizes`, ascending; sizes above one that memory did not hold are left out.
 
-    With eval.tune, settings are the tuner's at each size: those `known`, those beside the drafter in `folder`, or
+    Settings are the tuner's at each size: those `known`, those beside the drafter in `folder`, or with eval.tune
     measured now.
     """
-    decode = decode or decode_keeping()
+    decode = decode or decode_keeping(harness.longest_conversation(recipe, target, prompts))
     drafter = in_dtype(drafter, target.dtype) if drafter is not None else None
     spare = disjoint(warmup if warmup is not None else warmup_prompts(), prompts)
     sizes: list[Size] = []
     for size in batch_sizes(recipe.eval):
         sized = at_batch(recipe, size)
         tuned = None
-        if recipe.eval.tune and drafter is not None:
-            same = known is not None and known["batch_size"] == size
-            tuned = known if same else tune.tuning(sized, target, drafter, spare, folder, decode)
+        if known is not None and known["batch_size"] == size:
+            tuned = known
+        elif recipe.eval.tune and drafter is not None:
+            with contextlib.suppress(NoRoom):  # measuring then finds the size that fits, untuned
+                tuned = tune.tuning(sized, target, drafter, spare, folder, decode)
+        elif recipe.eval.tune is None and folder is not None:
+            tuned = tunings.read(folder, sized, target)
         entries = [entry for entry in plan(sized, tuned, drafter is not None) if entry.timed]
         bench = harness.Bench(sized, target, drafter, entries, decode)
         sizes.append(_at(bench, spare, prompts) | {"choice": tunings.choice(tuned) if tuned else None})

@@ -11,16 +11,16 @@ from typing import Any
 
 from eval.decode import Decoded
 from eval.matrix import SuccessorMatrix
-from eval.memory import SMALLER, attempt
+from eval.memory import SMALLER, NoRoom, attempt
 from eval.outcome import STAGES
 from eval.plan import POLICY, describe
 from eval.settings import Settings
-from recipes.schema import DECODERS, UserError
+from recipes.schema import DECODERS
 
 FIRST_TOKENS = 4  # of the first run of each candidate, which compiles, allocates and faults pages in
 
 Rows = tuple[int, bool]  # verified in a round, and whether masks went with them
-Batch = tuple[list[list[int]], list[int]]  # prompts of one call, and their row ids
+Batch = tuple[list[list[int]], list[int], bool]  # prompts of one call, their row ids, whether one was decoded before
 
 
 @dataclass
@@ -119,7 +119,7 @@ def fitting(trials: list[Trial], run: Callable[..., Decoded], batch: Batch) -> l
             found.append(trial)
         elif trial.settings.decoder == "ar":
             size = len(batch[0])
-            raise UserError(f"out of memory at batch {size}. {f'Try {size // 2}' if size > 1 else SMALLER}")
+            raise NoRoom(f"out of memory at batch {size}. {f'Try {size // 2}' if size > 1 else SMALLER}")
         else:
             print(f"out of memory: {trial.settings.decoder}, {describe(trial.settings)} is left out")
     return found

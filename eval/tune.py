@@ -15,6 +15,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,12 @@ from omegaconf import OmegaConf
 
 from data_prep.prompts import Prompt
 from eval import tunings
-from eval.decode import Decoded, decode_keeping
+from eval.decode import Decoded, decode_keeping, ready
 from eval.drafters import Drafter, fitted
 from eval.matrix import SuccessorMatrix
 from eval.memory import by_halving
 from eval.outcome import check_prompts, encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
-from eval.plan import POLICY, asked, at_batch, batch_sizes, check_settings, policies, settings_of
+from eval.plan import asked, at_batch, batch_sizes, check_settings, policies, settings_of
 from eval.results import environment
 from eval.settings import BLOCKED, GATED, PARALLEL, Settings
 from eval.trials import (
@@ -51,6 +52,7 @@ from recipes.schema import EvalConfig, Recipe, UserError
 WARM_PROMPTS = 3
 # (batches of prompts, tokens each, batches even when the budget is spent): everybody, the best few, the run-off
 ROUNDS = ((3, 16, 2), (4, 32, 2), (8, 40, 5))
+LEAST = sum(least for *_, least in ROUNDS)  # batches
 FEW, FINALISTS = 8, 4
 GRID_BATCHES = 8  # of prompts, on which all candidates are measured when the choice is judged
 BUDGET_SECONDS = 90.0
@@ -82,14 +84,14 @@ def tune(
 
     The first prompts warm graft's matrix, the others are decoded; none of them may be among the measured ones.
     """
-    drafter, decode = in_dtype(drafter, target.dtype), decode or decode_keeping()
-    start = time.perf_counter()
+    drafter, start = in_dtype(drafter, target.dtype), time.perf_counter()
     warm, batches = _prompts(recipe, target, prompts)
+    decode = decode or _keeping(warm, batches)
     base = warm_matrix(target, drafter, recipe, warm, decode)
     trials = trials_of(settings or candidates(recipe, target.device.type, drafter), base)
     prompts_used = min(len(batches), sum(count for count, *_ in ROUNDS))
     print(f"tuning: {len(trials)} settings on {prompts_used} validation prompts or batches, about {budget:.0f} s")
-    run = _runner(target, drafter, decode)
+    run = _runner(target, drafter, decode, base)
     trials = fitting(trials, run, batches[0])
     finalists = race(trials, batches, run, lambda: (time.perf_counter() - start) / max(budget, 1e-9))
     best = max(finalists, key=lambda trial: trial.speed)
@@ -155,11 +157,11 @@ def measured_grid(
     settings: Sequence[Settings] | None = None,
 ) -> list[dict[str, Any]]:
     """Every candidate on the same prompts, interleaved: what the tuner's choice is judged against. Fastest first."""
-    drafter, decode = in_dtype(drafter, target.dtype), decode or decode_keeping()
-    warm, batches = _prompts(recipe, target, prompts)
+    drafter, (warm, batches) = in_dtype(drafter, target.dtype), _prompts(recipe, target, prompts)
+    decode = decode or _keeping(warm, batches)
     base = warm_matrix(target, drafter, recipe, warm, decode)
     trials = trials_of(settings or candidates(recipe, target.device.type, drafter), base)
-    run = _runner(target, drafter, decode)
+    run = _runner(target, drafter, decode, base)
     trials = fitting(trials, run, batches[0])
     for number, batch in enumerate(batches[:GRID_BATCHES]):
         for trial in rotated(trials, number):
@@ -168,13 +170,17 @@ def measured_grid(
     return [trial.record() for trial in sorted(trials, key=lambda trial: -trial.speed)]
 
 
+def judged(recipe: Recipe, target: Target, drafter: Drafter, prompts: Sequence[Prompt], **given: Any) -> tunings.Tuning:
+    """What `tune` finds, with the measured grid beside its choice and how far below the best of it that is."""
+    decode = _keeping(*_prompts(recipe, target, prompts))
+    tuned = tune(recipe, target, drafter, prompts, decode=decode, **given)
+    grid = measured_grid(recipe, target, drafter, prompts, decode=decode, settings=given.get("settings"))
+    return tuned | {"grid": grid, "shortfall": shortfall(grid, tuned["chosen"])}
+
+
 def shortfall(grid: list[dict[str, Any]], chosen: dict[str, Any]) -> float:
     """How far the chosen setting is below the best of a measured grid, as a share of the best."""
-    keys = ("decoder", "depth", "branch", "nodes", "gates", "parallel", *POLICY)
-    mine = next((row for row in grid if all(row[key] == chosen[key] for key in keys)), None)
-    if mine is None:
-        raise ValueError(f"{chosen['decoder']} ({chosen['shape']}) is not in the grid")
-    return 1 - mine["tokens_per_s"] / max(row["tokens_per_s"] for row in grid)
+    return 1 - tunings.of_grid(grid, chosen)["tokens_per_s"] / max(row["tokens_per_s"] for row in grid)
 
 
 def candidates(recipe: Recipe, device: str, drafter: Drafter | None = None) -> list[Settings]:
@@ -238,16 +244,28 @@ def warm_matrix(
     return matrix
 
 
-def _runner(target: Target, drafter: Drafter, decode: Callable[..., Decoded]) -> Callable[..., Decoded]:
-    def run(trial: Trial, batch: list[list[int]], row_ids: list[int]) -> Decoded:
+def _runner(
+    target: Target, drafter: Drafter, decode: Callable[..., Decoded], base: SuccessorMatrix
+) -> Callable[..., Decoded]:
+    """Runs a trial on a batch; prompts that come again find the matrix as it was before any of them."""
+
+    def run(trial: Trial, batch: list[list[int]], row_ids: list[int], again: bool) -> Decoded:
+        if again and trial.matrix is not None:
+            trial.matrix.assign(base)
         helper = drafter if trial.settings.drafts else None
-        return decode(target, helper, batch, trial.settings, matrix=trial.matrix, row_ids=row_ids)
+        once = partial(decode, target, helper, batch, trial.settings, matrix=trial.matrix, row_ids=row_ids)
+        return ready(once, trial.matrix)
 
     return run
 
 
+def _keeping(warm: list[list[int]], batches: list[Batch]) -> Callable[..., Decoded]:
+    """`decode` with engines of its own, whose caches no prompt outgrows."""
+    return decode_keeping(max(len(ids) for group in (warm, *(ids for ids, *_ in batches)) for ids in group))
+
+
 def _prompts(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> tuple[list[list[int]], list[Batch]]:
-    """(prompts that warm the matrix, batches to decode); every second prompt warms until there are enough."""
+    """(prompts that warm the matrix, batches to decode); prompts come again where there are too few for `LEAST`."""
     limit = longest_prompt(target, recipe.eval)
     named = [(p.id, encode(target, recipe, p)) for p in prompts]
     named = [(name, ids) for name, ids in named if len(ids) <= limit]
@@ -257,13 +275,11 @@ def _prompts(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> tuple
         )
     warming = min(WARM_PROMPTS, len(named) // 3)
     warm, rest = [ids for _, ids in named[:warming]], named[warming:]
-    size = recipe.eval.batch_size
-    while len(rest) < size:
-        rest = rest + rest
-    batches = []
-    for start in range(0, len(rest) - size + 1, size):
-        part = rest[start : start + size]
-        batches.append(([ids for _, ids in part], [row_id(name, 0) for name, _ in part]))
+    size, batches = recipe.eval.batch_size, []
+    for start in range(0, size * max(len(rest) // size, LEAST), size):
+        part = [rest[k % len(rest)] for k in range(start, start + size)]
+        again = start + size > len(rest)
+        batches.append(([ids for _, ids in part], [row_id(name, 0) for name, _ in part], again))
     return warm, batches
 
 
@@ -274,6 +290,7 @@ def main(recipe: Recipe) -> None:
     check_settings(recipe)
     source, prompts = check_models(recipe), warmup_prompts()
     folder = check_writable(drafter_folder(recipe))  # tuned.json belongs beside the drafter
+    tunings.check(folder)
     if source is not None:
         check_prompts(source, load_tokenizer(source, recipe.target.trust_remote_code), recipe, prompts)
     if recipe.dry_run:
@@ -286,15 +303,9 @@ def main(recipe: Recipe) -> None:
     recipe, found = fitted(recipe, drafter), []
     for size in batch_sizes(recipe.eval):
         sized = at_batch(recipe, size)
-        tuned = tune(sized, target, drafter, prompts)
-        tuned["grid"] = grid = measured_grid(sized, target, drafter, prompts)
-        tuned["shortfall"] = shortfall(grid, tuned["chosen"])
-        tunings.write(folder, tuned)
-        found.append(tuned)
-        for row in grid:
-            figures = f"tau {row['tau']:.2f}  {row['ms_per_round']:7.1f} ms  {row['tokens_per_s']:6.1f} tokens/s"
-            print(f"{row['decoder']:6} {row['shape']:50} {figures}")
-        print(f"batch {size}: {tunings.choice(tuned)}; {100 * tuned['shortfall']:.1f} % below the best of the grid")
+        found.append(judged(sized, target, drafter, prompts))
+        tunings.write(folder, found[-1])
+        print("\n".join(tunings.grid_lines(found[-1])))
     if isinstance(drafter, FlexDraft):
         print("\n".join(tunings.crossover(found)))
     print(f"written to {folder / tunings.FILE}")

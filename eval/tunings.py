@@ -4,24 +4,46 @@ import json
 from pathlib import Path
 from typing import Any
 
-from eval.plan import asked
+from eval.plan import POLICY, asked, tuned_shapes
 from eval.results import environment
+from eval.settings import Settings
 from models.target import Target
+from models.weights import weights_hash
 from recipes.files import write_json
-from recipes.schema import Recipe, UserError
+from recipes.schema import DECODERS, Recipe, UserError
 
 FILE = "tuned.json"
 SCHEMA = 2
+KEYS = (
+    "measured_on",
+    "target",
+    "batch_size",
+    "temperature",
+    "asked",
+    "seconds",
+    "chosen",
+    "speculate",
+    "best",
+    "table",
+    "cost_curve",
+)  # of an entry, at least
 
 Tuning = dict[str, Any]
 
 
+def check(folder: Path) -> None:
+    """Refuse a damaged file before anything is loaded or measured, and say so where one will not be used."""
+    path = folder / FILE
+    if _entries(path) is None:
+        print(f"{path} is set aside: it was written by an older Espalier")
+
+
 def read(folder: Path, recipe: Recipe, target: Target) -> Tuning | None:
-    """The entry of the recipe's batch size, if it was measured on a machine and a target like these; else None, said
-    aloud where there is one."""
+    """The entry of the recipe's batch size, if it was measured with these very weights, on a machine and a target like
+    these; else None, said aloud where there is one."""
     path = folder / FILE
     try:
-        tuning = _entries(path).get(str(recipe.eval.batch_size))
+        tuning = (_entries(path) or {}).get(str(recipe.eval.batch_size))
         if tuning is None:
             return None
         then, now = tuning["measured_on"], environment(target)
@@ -29,6 +51,7 @@ def read(folder: Path, recipe: Recipe, target: Target) -> Tuning | None:
         differs = [f"{key} {then[key]} (now {now[key]})" for key in same if then[key] != now[key]]
         wanted = {"temperature": recipe.eval.temperature, "target": target.fingerprint, "asked": asked(recipe)}
         differs += [f"{key} {tuning[key]} (now {value})" for key, value in wanted.items() if tuning[key] != value]
+        differs += ["other weights of the drafter"] * (tuning.get("drafter") != weights_hash(folder))
     except (KeyError, TypeError, AttributeError) as error:
         raise _foreign(path, error) from error
     if differs:
@@ -38,9 +61,9 @@ def read(folder: Path, recipe: Recipe, target: Target) -> Tuning | None:
 
 
 def write(folder: Path, tuning: Tuning) -> None:
-    """Put the entry of its batch size in; those of other sizes stay."""
+    """Put the entry of its batch size in, with the drafter's weights named; those of other sizes stay."""
     path = folder / FILE
-    batches = _entries(path) | {str(tuning["batch_size"]): tuning}
+    batches = (_entries(path) or {}) | {str(tuning["batch_size"]): tuning | {"drafter": weights_hash(folder)}}
     write_all(path, list(batches.values()))
 
 
@@ -53,6 +76,27 @@ def choice(tuning: Tuning) -> str:
     """What to serve with at this batch size; `off` where nothing was faster than plain decoding."""
     chosen = tuning["chosen"]
     return f"{chosen['decoder']}, {chosen['shape']}" if chosen["decoder"] != "ar" else "off (nothing beats ar)"
+
+
+def of_grid(grid: list[dict[str, Any]], chosen: dict[str, Any]) -> dict[str, Any]:
+    """The row of a measured grid that has the chosen setting."""
+    keys = ("decoder", "depth", "branch", "nodes", "gates", "parallel", *POLICY)
+    mine = next((row for row in grid if all(row[key] == chosen[key] for key in keys)), None)
+    if mine is None:
+        raise ValueError(f"{chosen['decoder']} ({chosen['shape']}) is not in the grid")
+    return mine
+
+
+def grid_lines(tuning: Tuning) -> list[str]:
+    """The measured grid, each setting beside plain decoding, and last the choice: why to speculate, or why not."""
+    grid, lines = tuning["grid"], []
+    plain = next(row["tokens_per_s"] for row in grid if row["decoder"] == "ar")
+    for row in grid:
+        figures = f"tau {row['tau']:.2f}  {row['ms_per_round']:7.2f} ms  {row['tokens_per_s']:7.1f} tokens/s"
+        lines.append(f"{row['decoder']:6} {row['shape']:50} {figures}  {row['tokens_per_s'] / plain:.2f} x ar")
+    share = of_grid(grid, tuning["chosen"])["tokens_per_s"] / plain
+    below = f"{100 * tuning['shortfall']:.1f} % below the best of the grid, {share:.2f} x ar"
+    return [*lines, f"batch {tuning['batch_size']}: {choice(tuning)}; {below}"]
 
 
 def crossover(found: list[Tuning]) -> list[str]:
@@ -71,19 +115,34 @@ def crossover(found: list[Tuning]) -> list[str]:
     return lines
 
 
-def _entries(path: Path) -> dict[str, Tuning]:
-    """{batch size: entry}; nothing where there is no file, or one of an older Espalier, whose form is measured anew."""
-    if not path.is_file():
+def _entries(path: Path) -> dict[str, Tuning] | None:
+    """{batch size: entry}; nothing where there is no file, None for one of an older Espalier, whose form is measured
+    anew."""
+    if not path.exists():
         return {}
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
         if found["schema"] < SCHEMA:
-            print(f"{path} is set aside: it was written by an older Espalier")
-            return {}
+            return None
+        for size, tuning in found["batches"].items():
+            _check_entry(int(size), tuning)
         return dict(found["batches"])
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _foreign(path, error) from error
 
 
+def _check_entry(size: int, tuning: Tuning) -> None:
+    """Raise a ValueError, KeyError or TypeError where something is missing that decoders or reports read."""
+    missing = [key for key in KEYS if key not in tuning]
+    if missing or tuning["batch_size"] != size:
+        raise ValueError(f"batch {size}: {', '.join(missing) or 'batch_size'} is missing or wrong")
+    choice(tuning)
+    for name, changes in tuned_shapes(tuning).items():
+        settings = Settings(name, **changes)
+        whole = (settings.depth, settings.branch, settings.nodes, settings.paths)
+        if name not in DECODERS or not all(isinstance(n, int) and n > 0 for n in whole):
+            raise ValueError(f"batch {size}: {name} has no such settings")
+
+
 def _foreign(path: Path, error: Exception) -> UserError:
-    return UserError(f"{path} is not a tuned.json of ours ({error}). Delete it; eval.tune=true measures again")
+    return UserError(f"{path} is not a tuned.json of ours ({error!r}). Delete it; eval.tune=true measures again")

@@ -19,6 +19,7 @@ class Steps:
     def __init__(self, device: torch.device, captures: bool = True) -> None:
         self.captures = captures and device.type == "cuda"
         self.scope: Hashable = None  # part of every key: what the steps' shapes depend on
+        self.unready = 0  # calls that warmed up or recorded, which takes longer than a replay
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._pool: Any = None  # memory that the recorded steps share: they never run at once
@@ -26,9 +27,11 @@ class Steps:
     def run(self, key: Hashable, step: Callable[[], T]) -> T:
         key = (self.scope, key)
         if not self.captures or key not in self._seen:
+            self.unready += self.captures
             self._seen.add(key)
             return step()
         if key not in self._graphs:
+            self.unready += 1
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
                 recorded = step()

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.attention import Documents, Heads, attend
 from models.cache import KVCache
-from models.eagle3_layer import AttendFn, Head, Layer, RMSNorm, picked
+from models.eagle3_layer import Layer, RMSNorm, Said, Through, picked
 from models.kernels import kernels, serve
 from models.linear import Linear, linear
 from models.target import Target
@@ -87,7 +87,7 @@ class Eagle3(nn.Module):
         self.fc = Linear(taps * H, H, bias=False)
         self.midlayer = Layer(config)
         self.norm = RMSNorm(H, eps)
-        self.lm_head = Head(H, config.draft_vocab_size, bias=False)
+        self.lm_head = Through(H, config.draft_vocab_size, bias=False)
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._packed: tuple[Tensor, Tensor] | None = None
 
@@ -145,17 +145,8 @@ class Eagle3(nn.Module):
         out: Tensor = self.fc(taps)
         return out
 
-    def _layer(
-        self,
-        state: Tensor,
-        embed: Tensor,
-        rope: tuple[Tensor, Tensor],
-        attention: AttendFn,
-        asking_n: Tensor | None = None,
-        lean: bool = False,
-    ) -> Tensor:
-        """The next state [B, T, H], of the `asking` slots alone if given."""
-        out: Tensor = self.midlayer(state, embed.to(state.dtype), rope, attention, asking_n, lean)
+    def _stated(self, out: Tensor) -> Tensor:
+        """The state that the layer's output is to the next step."""
         return self.norm(out) if self.config.norm_output else out
 
     def _rope(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -179,7 +170,7 @@ class Eagle3(nn.Module):
     def unroll(
         self,
         taps_TC: Tensor,
-        next_embed: Callable[[int], Tensor],
+        embed_UH: Tensor,
         steps: int,
         documents: Documents,
         asking: Sequence[Asking] | None = None,
@@ -191,13 +182,16 @@ class Eagle3(nn.Module):
         T are. Step 0 needs keys and values of every slot, but all the rest of the work is that of the asking slots: a
         key that slot p makes at a later step is read by slot p alone.
 
-        `next_embed(i)` gives the embeddings of x[p+1+i]: of every slot p at step 0 [T, H], of the asking ones later
-        [n, H]. What it gives past the end of a document reaches no slot whose own tokens x[p+1 .. p+1+i] lie inside.
-        Step i sees the step-0 keys 0..p of the document and the keys that slot p itself made at steps 1..i, at rotary
-        phase p + i: what a chain of drafts sees when served. With `recompute` the backward runs each step again rather
-        than keep what it held.
+        `embed` holds the embeddings of x[1], x[2], ..., U = T + steps - 1 of them or more: slot p reads that of
+        x[p+1+i] at step i. What stands behind the end of a document reaches no slot whose own tokens x[p+1 .. p+1+i]
+        lie inside. Step i sees the step-0 keys 0..p of the document and the keys that slot p itself made at steps
+        1..i, at rotary phase p + i: what a chain of drafts sees when served. With `recompute` the backward runs each
+        step again rather than keep what it held.
         """
-        state = self.fuse(taps_TC)
+        state, T = self.fuse(taps_TC), len(taps_TC)
+        asks = [None] * steps if asking is None else [now.index_n for now in asking]
+        queries = [slice(i, i + T) if index_n is None else index_n + i for i, index_n in enumerate(asks)]
+        said = self.midlayer.said(embed_UH.to(state.dtype), queries, [slice(0, T), *queries[1:]])
         made: list[Made] = []
         for i in range(steps):
             now, at = None if asking is None else asking[i], documents.positions_T
@@ -205,7 +199,7 @@ class Eagle3(nn.Module):
                 state, at = picked(state, now.kept_n, 0), picked(at, now.index_n, 0)
                 made = [*made[:1], *((picked(k, now.kept_n, 1), picked(v, now.kept_n, 1)) for k, v in made[1:])]
             rope = self._rope_at((at + i).unsqueeze(0), state.dtype)
-            inputs = (state, next_embed(i), rope, made, documents, now, not recompute)
+            inputs = (state, said[i], rope, made, documents, now, not recompute)
             if recompute:
                 state, k, v = checkpoint(self._unroll_step, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
@@ -216,7 +210,7 @@ class Eagle3(nn.Module):
     def _unroll_step(
         self,
         state_TH: Tensor,
-        embed_TH: Tensor,
+        said: Said,
         rope: tuple[Tensor, Tensor],
         made: list[Made],
         documents: Documents,
@@ -233,8 +227,8 @@ class Eagle3(nn.Module):
             return out_NnD.transpose(0, 1).flatten(1).unsqueeze(0)
 
         asks = None if asking is None or made else asking.index_n
-        state_1nH = self._layer(state_TH.unsqueeze(0), embed_TH.unsqueeze(0), rope, attention, asks, lean)
-        return state_1nH[0], found[0], found[1]
+        out_1nH = self.midlayer.unrolled(state_TH, said, rope, attention, asks, lean)
+        return self._stated(out_1nH[0]), found[0], found[1]
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         c, weight = self.config, self.fc.weight
@@ -272,7 +266,7 @@ class Eagle3(nn.Module):
             return attend(q, k, v, mask, q.shape[-1] ** -0.5)
 
         rope = self._rope_at(positions.clamp(max=self.config.max_position_embeddings + 63), state_BTH.dtype)
-        return self._layer(state_BTH, embed_BTH, rope, attention)
+        return self._stated(self.midlayer(state_BTH, embed_BTH.to(state_BTH.dtype), rope, attention))
 
     def pack(self) -> tuple[Tensor, Tensor]:
         """Lay the weights side by side that read the same input, for the kernels of the device. Call it when they

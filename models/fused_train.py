@@ -14,17 +14,17 @@ BLOCK = 1024
 
 
 @triton.jit
-def _norm(x, gain, out, size, out_row, eps, BLOCK: tl.constexpr):
+def _norm(x, gain, out, size, eps, BLOCK: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = at < size
     wide = tl.load(x + row * size + at, mask=inside, other=0.0).to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
     scaled = wide * tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * out_row + at, scaled.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * size + at, scaled.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _norm_back(grad, x, gain, dx, dgains, rows, size, grad_row, eps, WANTED: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_back(grad, x, gain, dx, dgains, rows, size, eps, WANTED: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     inside = at < size
     scale = tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
@@ -34,7 +34,7 @@ def _norm_back(grad, x, gain, dx, dgains, rows, size, grad_row, eps, WANTED: tl.
     for i in range(each):
         row, real = first + i, inside & (first + i < rows)
         wide = tl.load(x + row * size + at, mask=real, other=0.0).to(tl.float32)
-        g = tl.load(grad + row * grad_row + at, mask=real, other=0.0).to(tl.float32)
+        g = tl.load(grad + row * size + at, mask=real, other=0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
         normed, scaled = wide * inverse, g * scale
         dgain += g * normed
@@ -132,27 +132,24 @@ def _merge_back(
     tl.store(dq + head * dq_head + slot * dq_slot + across, back.to(dq.dtype.element_ty), mask=both)
 
 
-def norm(x: Tensor, gain: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """RMS norm over the last axis; into `out`, whose rows may lie apart."""
+def norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    """RMS norm over the last axis."""
     x, size = x.contiguous(), x.shape[-1]
-    out, block = torch.empty_like(x) if out is None else out, triton.next_power_of_2(size)
-    apart = out.view(-1, size).stride(0)
-    _norm[(x.numel() // size,)](x, gain, out, size, apart, eps, block, num_warps=max(1, min(16, block // 512)))
+    out, block = torch.empty_like(x), triton.next_power_of_2(size)
+    _norm[(x.numel() // size,)](x, gain, out, size, eps, block, num_warps=max(1, min(16, block // 512)))
     return out
 
 
 def norm_gradients(
     grad: Tensor, x: Tensor, gain: Tensor, eps: float, wanted: bool = True
 ) -> tuple[Tensor | None, Tensor]:
-    """Of x, where `wanted`, and of the gain. The rows of `grad` may lie apart."""
-    x, size = x.contiguous(), x.shape[-1]
-    grad, block = grad.reshape(-1, size), triton.next_power_of_2(size)
-    grad = grad if grad.stride(1) == 1 else grad.contiguous()
-    rows, programs = len(grad), min(len(grad), PROGRAMS)
+    """Of x, where `wanted`, and of the gain."""
+    grad, x, size = grad.contiguous(), x.contiguous(), x.shape[-1]
+    rows, block = x.numel() // size, triton.next_power_of_2(size)
+    programs = min(rows, PROGRAMS)
     dx, dgains = torch.empty_like(x), torch.empty(programs, size, dtype=torch.float32, device=x.device)
     warps = max(1, min(16, block // 512))
-    apart = grad.stride(0)
-    _norm_back[(programs,)](grad, x, gain, dx, dgains, rows, size, apart, eps, wanted, block, num_warps=warps)
+    _norm_back[(programs,)](grad, x, gain, dx, dgains, rows, size, eps, wanted, block, num_warps=warps)
     return dx if wanted else None, dgains.sum(0).to(gain.dtype)
 
 

@@ -5,7 +5,7 @@ gated product keep their inputs in the dtype that these have, not in fp32, and r
 lets a product forget its input where that is cheaply made again. In fp32 plain torch serves.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,14 +27,6 @@ def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return out
 
 
-def normed_pair(x: Tensor, x_gain: Tensor, y: Tensor, y_gain: Tensor, eps: float) -> Tensor:
-    """[norm of x ; norm of y], each with its own gain."""
-    if x.dtype not in HALF or x.dtype != y.dtype:
-        return torch.cat((rms_norm(x, x_gain, eps), rms_norm(y, y_gain, eps)), -1)
-    out: Tensor = _NormedPair.apply(x, x_gain, y, y_gain, eps)
-    return out
-
-
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
     if gate.dtype not in HALF:
@@ -49,6 +41,12 @@ def rotate(x_BNTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
         return plain_rotate(x_BNTD, cos_BTD, sin_BTD)
     out: Tensor = _Rotated.apply(x_BNTD[0], cos_BTD[0], sin_BTD[0])
     return out.unsqueeze(0)
+
+
+def windows(x_UH: Tensor, rows: Sequence[slice | Tensor]) -> tuple[Tensor, ...]:
+    """x[r] for each of the rows' r, none of which names a row twice. Their gradients meet in one sum, rounded once."""
+    out: tuple[Tensor, ...] = _Windows.apply(x_UH, *rows)
+    return out
 
 
 @contextmanager
@@ -95,34 +93,12 @@ class _Norm(torch.autograd.Function):
         return *_norm_gradients(grad, x, gain, ctx.eps, ctx.needs_input_grad[0]), None
 
 
-class _NormedPair(torch.autograd.Function):
-    """Two norms, written side by side."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, x_gain: Tensor, y: Tensor, y_gain: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(x, x_gain, y, y_gain)
-        ctx.eps, size = eps, x.shape[-1]
-        out = x.new_empty(*x.shape[:-1], size + y.shape[-1])
-        _normed(x, x_gain, eps, out[..., :size])
-        _normed(y, y_gain, eps, out[..., size:])
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, x_gain, y, y_gain = ctx.saved_tensors
-        size, wanted = x.shape[-1], ctx.needs_input_grad
-        dx, dx_gain = _norm_gradients(grad[..., :size], x, x_gain, ctx.eps, wanted[0])
-        dy, dy_gain = _norm_gradients(grad[..., size:], y, y_gain, ctx.eps, wanted[2])
-        return dx, dx_gain, dy, dy_gain, None
-
-
-def _normed(x: Tensor, gain: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+def _normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     if x.is_cuda:
         from models import fused_train
 
-        return fused_train.norm(x, gain, eps, out)
-    normed = F.rms_norm(x.float(), gain.shape, gain.float(), eps).to(x.dtype)
-    return normed if out is None else out.copy_(normed)
+        return fused_train.norm(x, gain, eps)
+    return F.rms_norm(x.float(), gain.shape, gain.float(), eps).to(x.dtype)
 
 
 def _norm_gradients(grad: Tensor, x: Tensor, gain: Tensor, eps: float, wanted: bool) -> tuple[Tensor | None, Tensor]:
@@ -136,6 +112,27 @@ def _norm_gradients(grad: Tensor, x: Tensor, gain: Tensor, eps: float, wanted: b
     normed = wide * inverse
     dx = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
     return dx.to(x.dtype) if wanted else None, (grad.float() * normed).flatten(0, -2).sum(0).to(gain.dtype)
+
+
+class _Windows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *rows: slice | Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.rows, ctx.x = rows, (x.shape, x.dtype)
+        return tuple(x[r] for r in rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        (shape, dtype), there = ctx.x, [g for g in gradients if g is not None]
+        if not there:
+            return None, *(None for _ in ctx.rows)
+        total = there[0].new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32))
+        for r, gradient in zip(ctx.rows, gradients, strict=True):
+            if gradient is not None and isinstance(r, slice):
+                total[r] += gradient
+            elif gradient is not None:
+                total.index_copy_(0, r, total.index_select(0, r) + gradient)  # adding in place is three times slower
+        return total.to(dtype), *(None for _ in ctx.rows)
 
 
 class _Gated(torch.autograd.Function):

@@ -80,9 +80,7 @@ def chain_hits(target: Target, drafter: Eagle3, ids: list[int], start: int, leng
     T = len(ids) - 1  # slot p reads the embedding of x[p + 1]
     taps_TC = target.features(row[None, :T]).taps_BTC[0].to(drafter.fc.weight.dtype)
     padded = torch.cat((row, row.new_zeros(length)))  # what lies past the end is never counted
-    states = drafter.unroll(
-        taps_TC, lambda i: target.embed(padded[1 + i : 1 + i + T]), length, Documents([T], target.device)
-    )
+    states = drafter.unroll(taps_TC, target.embed(padded[1:]), length, Documents([T], target.device))
     first = start - 1  # the slot that reads the first answer token
     alive = torch.ones(T - first, dtype=torch.bool, device=target.device)
     hits = torch.zeros(T - first, dtype=torch.int64, device=target.device)

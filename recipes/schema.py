@@ -157,7 +157,9 @@ class EvalConfig:
     matrix: str = "warm-5"  # cold | carried | warm-N | FILE.safetensors, which eval.calibrate writes
     flex_mode: str = "auto"  # sequential | parallel = drafts the next block in the verification | auto = as tuned
     flex_threshold: float = 0.01  # of `flex`: drafts are verified until their probabilities' product falls below it
-    tune: bool = False  # choose decoder, depth, nodes by a measured cost curve on validation prompts first
+    # depth, nodes and gates by a measured cost curve: true = measured first, on validation prompts, unless python -m
+    # eval.tune left its findings beside the drafter; empty = those findings, if there are any; false = the recipe's own
+    tune: bool | None = None
     lossless: int = 0  # prompts whose greedy output is checked in fp32 against ar and transformers; 0 = all, -1 = none
     each_epoch: bool = True  # evaluate after each epoch of training
     max_prompt: int = 2048  # tokens; longer prompts are refused by id and counted

@@ -1,4 +1,5 @@
-"""What a round costs: milliseconds by phase of every decoder, on random weights of a known model's shape.
+"""What a round costs: milliseconds by phase of every decoder, on random weights of a known model's shape; beside it
+the seconds in which the context was read, and on a GPU the most memory that was held.
 
     python scripts/bench_decode.py shape=qwen3-8b context=512,8192 [batch=1] [rounds=48] [decoders=ar,eagle]
 
@@ -114,15 +115,21 @@ def main(argv: list[str]) -> None:
     for context in contexts:
         prompts = torch.randint(0, target.vocab_size, (batch, context), generator=source).tolist()
         print(f"context {context}: ms a round, {rounds} rounds, warmed up by as many; median of 3 runs")
-        print("  " + "".join(f"{word:>14}" for word in ("decoder", "round", *PHASES[1:], "accepted")))
+        head = ("decoder", "round", *PHASES[1:], "accepted", "read in s", "peak GiB")
+        print("  " + "".join(f"{word:>14}" for word in head))
         for label in labels:
             drafter: Drafter | None = blocks if label in BLOCKS else eagle
             settings = Settings(**{**vars((DECODERS | BLOCKS)[label]), "max_new_tokens": rounds})
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             runs = [decode(target, drafter, prompts, settings, row_ids=[*range(batch)]) for _ in range(4)][1:]
             cost = [statistics.median(1000 * r.seconds[p] / r.rounds_total for r in runs) for p in PHASES[1:]]
             whole = statistics.median(1000 * r.decode_seconds / r.rounds_total for r in runs)
             accepted = sum(row.accepted for row in runs[0].rows) / max(1, sum(row.rounds for row in runs[0].rows))
-            print(f"  {label:>14}{whole:14.3f}" + "".join(f"{c:14.3f}" for c in cost) + f"{accepted:14.2f}", flush=True)
+            read = statistics.median(r.seconds["prefill"] for r in runs)
+            peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else float("nan")
+            figures = "".join(f"{c:14.3f}" for c in cost) + f"{accepted:14.2f}{read:14.3f}{peak:14.2f}"
+            print(f"  {label:>14}{whole:14.3f}{figures}", flush=True)
 
 
 if __name__ == "__main__":

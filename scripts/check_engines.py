@@ -179,9 +179,7 @@ class DraftJudge:
         row = torch.tensor(ids)
         slots = committed - 1  # the last of them reads the last committed token
         taps = target.features(row[None, :slots]).taps_BTC[0]
-        states = drafter.unroll(
-            taps, lambda i: target.embed(row[1 + i : 1 + i + slots]), depth + 1, Documents([slots], target.device)
-        )
+        states = drafter.unroll(taps, target.embed(row[1:]), depth + 1, Documents([slots], target.device))
         logits = drafter.logits([*states][depth][-1])
         place = int(drafter.vocab.to_draft(row[committed + depth]))
         return float("inf") if place < 0 else float(logits.max() - logits[place])

@@ -123,7 +123,7 @@ def write_case(work: Path, number: int, told: str, recipe: Any, target: Any, dra
     T, config = len(ids_T), drafter.config
     seen = target.features(ids_T[None])
     taps_TC, before_TH = seen.taps_BTC[0], before_final_norm(target, ids_T)
-    states = drafter.unroll(taps_TC, lambda i: target.embed(ahead(ids_T, 1 + i)), STEPS, Documents([T], ids_T.device))
+    states = drafter.unroll(taps_TC, target.embed(ahead(ids_T, 1, STEPS)), STEPS, Documents([T], ids_T.device))
     logits = torch.stack([drafter.logits(state_TH) for state_TH in states])
     teacher_TV = target.logits(seen.final_BTH[0])
     kept_TV = teacher_TV[:, drafter.vocab.kept_ids]
@@ -151,9 +151,9 @@ def judge_step(logits_TV: torch.Tensor, kept_TV: torch.Tensor, teacher_TV: torch
     return judge(logits_TV.clone(), kept_TV, rows, teacher_TV.logsumexp(-1), scale, Loss(name)).loss_n
 
 
-def ahead(x: torch.Tensor, by: int) -> torch.Tensor:
-    """out[p] = x[p + by], 0 past the end."""
-    return torch.cat([x[by:], torch.zeros_like(x[:by])])
+def ahead(x: torch.Tensor, by: int, longer: int = 0) -> torch.Tensor:
+    """out[p] = x[p + by], 0 past the end; `longer` than x."""
+    return torch.cat([x[by:], x.new_zeros(by + longer, *x.shape[1:])])
 
 
 def before_final_norm(target: Any, ids_T: torch.Tensor) -> torch.Tensor:

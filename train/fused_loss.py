@@ -46,7 +46,7 @@ class _FusedLoss(torch.autograd.Function):
         with torch.autocast(x_nH.device.type, enabled=False):
             x, weight = x_nH.to(teaching.dtype), weight_VH.to(teaching.dtype)
             dx = torch.empty_like(x)
-            # over the chunks in fp32: each chunk's own product is rounded once, as a layer's gradient is
+            # over the chunks in fp32, by the product itself on a GPU; a CPU rounds each chunk's once
             dweight = torch.zeros_like(weight, dtype=torch.promote_types(weight_VH.dtype, torch.float32))
             size = max(1, (CHUNK_GPU if x.is_cuda else CHUNK_CPU) // len(weight))
             found = []
@@ -63,6 +63,8 @@ class _FusedLoss(torch.autograd.Function):
                 dx.index_copy_(0, order, logits @ weight)
                 if dweight.dtype == logits.dtype:
                     dweight.addmm_(logits.T, x_part)
+                elif x.is_cuda:
+                    torch.addmm(dweight, logits.T, x_part, out_dtype=dweight.dtype, out=dweight)
                 else:
                     dweight += logits.T @ x_part
             judged = Judged(*(torch.cat(of_all) for of_all in zip(*found, strict=True)))

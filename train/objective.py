@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from data_prep.supervision import supervised
 from models.attention import Documents, sent
 from models.eagle3 import Eagle3
-from models.eagle3_layer import picked
 from models.target import Target
 from models.unroll_attention import Asking
 from models.vocab import VocabMap
@@ -231,13 +231,9 @@ class UnrollLoss(Objective):
             teacher, x.lse_m, slots.order_n, slots.teacher_n, slots.teacher_on_host, scale_n, self.loss, dtype
         )
         with torch.autocast(x.ids_T.device.type, torch.bfloat16, enabled=self.bf16):
-
-            def embed(i: int) -> Tensor:
-                ids_n = picked(shift_left(x.ids_T, 1 + i, 0), slots.asking[i].index_n if i else None, 0)
-                return self.target.embed(ids_n).to(dtype)
-
+            embed_UH = self.target.embed(F.pad(x.ids_T[1:], (0, self.steps))).to(dtype)
             states = self.drafter.unroll(
-                x.taps_TC.to(dtype), embed, self.steps, x.documents, slots.asking, self.recompute
+                x.taps_TC.to(dtype), embed_UH, self.steps, x.documents, slots.asking, self.recompute
             )
             total, judged = self.drafter.into_head(
                 torch.cat(list(states)), lambda h, weight: fused_loss(h, weight, teaching)

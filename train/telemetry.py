@@ -56,11 +56,12 @@ def drafter_arithmetic(c: Eagle3Config, tokens: int, slots: Sequence[int], pairs
     hidden, wide = c.hidden_size, c.num_attention_heads * c.head_dim
     keys = 2 * c.num_key_value_heads * c.head_dim
     fused = len(c.taps) * hidden * hidden
-    every_token = fused + 2 * hidden * keys  # of step 0
-    slot = 2 * hidden * wide + wide * hidden + 3 * hidden * c.intermediate_size + hidden * c.draft_vocab_size
+    # what an embedding says is multiplied once a token, what a state says once a slot; all slots have keys at step 0
+    every_token = fused + hidden * (wide + keys) + hidden * keys
+    slot = 2 * hidden * wide + 3 * hidden * c.intermediate_size + hidden * c.draft_vocab_size
     total = float(tokens * every_token)
     for step, count in enumerate(slots):
-        total += count * (slot + (2 * hidden * keys if step else 0))
+        total += count * (slot + (hidden * keys if step else 0))
         total += 2 * wide * (pairs * count / max(1, tokens) + step * count)
     return 3 * 2 * total
 

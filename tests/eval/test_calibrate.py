@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from eval import calibrate, run
+from eval import calibrate, calibrated, run
 from eval.calibrate import GRID, Log, choose, speed, watch
 from eval.decode import STAGES, decode
 from eval.matrix import SuccessorMatrix
@@ -127,6 +127,17 @@ def test_a_run_uses_them_by_default_and_says_so(world: World) -> None:
     assert used["splice"] == used["graft"], "what is retrieved differs, not where drafting stops"
     assert "calibrated on 18 prompts" in (world.folder / "out" / "report.md").read_text()
     assert gates_run(world, "eval.gates=[0.3,0.2,0.1]")["graft"] == ([0.3, 0.2, 0.1], "the recipe's")
+
+
+def test_a_drafter_that_states_no_target_keeps_its_gates(world: World) -> None:
+    papers = world.folder / "drafter" / "provenance.json"
+    kept = papers.read_text()
+    papers.write_text("{}")
+    try:
+        found = calibrated.read(papers.parent)
+        assert found is not None and "calibrated on 18 prompts" in found["words"]
+    finally:
+        papers.write_text(kept)
 
 
 @pytest.mark.parametrize(("key", "words"), [("drafter", "other weights"), ("target", "another target")])

@@ -183,13 +183,19 @@ def test_the_tuners_shape_is_used(world: World, target: Target, capsys: pytest.C
         "best": {"graft": row},
         "chosen": row | {"decoder": "ar"},
         "speculate": False,
+        "seconds": 1.0,
+        "table": [],
+        "cost_curve": {},
     }
     tunings.write(folder, about)
     try:
         settings = chat.tuned_settings(recipe, folder, target)
+        untuned = replace(recipe, eval=replace(recipe.eval, tune=False))
+        own = chat.tuned_settings(untuned, folder, target)
     finally:
         (folder / tunings.FILE).unlink()
     assert (settings.depth, settings.nodes, settings.gates) == (2, 5, (0.5, 0.5, 0.5))
+    assert own.nodes == 60
     assert "plain decoding (decoder=ar) fastest" in capsys.readouterr().out
 
 

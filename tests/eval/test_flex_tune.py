@@ -86,6 +86,7 @@ def test_candidates_are_lines_within_a_block_of_the_modes_that_are_asked_for(dev
 
 
 def test_a_changed_mode_asks_for_new_tuning(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"a drafter")
     tunings.write(tmp_path, tuned(1))
     assert tunings.read(tmp_path, recipe(1), TARGET) is not None
     assert tunings.read(tmp_path, recipe(1, flex_mode="parallel"), TARGET) is None

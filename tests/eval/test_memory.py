@@ -37,8 +37,21 @@ def test_only_want_of_memory_is_caught() -> None:
     assert attempt(lambda: 3) == 3
     assert attempt(lambda: fails(MemoryError())) is None
     assert attempt(lambda: fails(RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 bytes"))) is None
+    assert attempt(lambda: fails(RuntimeError("CUDA error: out of memory"))) is None
     with pytest.raises(RuntimeError, match="shapes"):
         attempt(lambda: fails(RuntimeError("shapes differ")))
+
+
+def test_an_error_that_want_of_memory_left_behind_is_want_of_memory() -> None:
+    """Where memory runs out while a step is recorded, ending the recording fails too."""
+
+    def records() -> Any:
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    assert attempt(records) is None
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,8 @@ def test_the_page_is_one_page_and_says_how_it_was_measured() -> None:
         "On a CPU verification is not free",
         "Retrieval at the same budget (graft beside eagle)",
         "accepted drafts: 100 % from drafter",
+        "Gates of graft (0.15/0.14/0.5): published for another target; eval.calibrate finds this drafter's own; rounds "
+        "that each stopped (none: drafted to the end): 100 % at none.",
         "graft against eagle, the fastest of what is drafted alone: ",
         "From a cold matrix",
         "| graft |",
@@ -124,6 +126,10 @@ def test_the_page_is_one_page_and_says_how_it_was_measured() -> None:
     ):
         assert words in text, words
     assert len(text.splitlines()) < 80
+
+
+def test_shares_are_of_their_sum() -> None:
+    assert report.shares({"d0": 6, "none": 2, "d5": 0}, "at") == "75 % at d0, 0 % at d5, 25 % at none"
 
 
 @pytest.mark.parametrize(("eagle", "prune", "fastest"), [(14.0, 17.0, "eagle"), (17.0, 14.0, "prune")])

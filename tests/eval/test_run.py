@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval import calibrate, run, tune
+from eval import calibrate, chat, run, tune
 from eval.matrix import SuccessorMatrix
 from eval.matrix_file import save_matrix
 from models.layouts import Verifier, save_drafter
@@ -91,6 +91,27 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_weights_load(
         entry(command, world.arguments(f"out={closed / 'new'}", f"dry_run={dry_run}"))
     assert stop.value.code == 2
     assert f"no permission to write to the folder {closed}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dry_run", ["true", "false"])
+@pytest.mark.parametrize("command", [run.main, tune.main, chat.main])
+def test_a_damaged_tuned_json_is_refused_before_weights_load(
+    world: World,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: Callable[[Recipe], None],
+    dry_run: str,
+) -> None:
+    monkeypatch.setattr(run, "load_target", None)
+    damaged = world.folder / "drafter" / "tuned.json"
+    damaged.write_text('{"schema": 2, "batches": {"1": ')
+    try:
+        with pytest.raises(SystemExit) as stop:
+            entry(command, world.arguments("eval.tune=true", f"dry_run={dry_run}"))
+    finally:
+        damaged.unlink()
+    assert stop.value.code == 2
+    assert f"{damaged} is not a tuned.json of ours" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", ["", "dry_run=true"])
@@ -244,7 +265,13 @@ def test_a_run_tunes_for_itself_and_uses_what_eval_tune_left_beside_the_drafter(
     assert set(json.loads(beside.read_text())["batches"]) == {"1", "2"}
     entry(run.main, world.arguments("eval.tune=true", "eval.limit=2", "eval.decoders=[chain]"))
     assert "tuned in" not in capsys.readouterr().out
-    assert "measured cost curve" in (world.folder / "out" / "report.md").read_text()
+    page = world.folder / "out" / "report.md"
+    assert "measured cost curve" in page.read_text()
+    for given, used in ((), True), (("eval.tune=false",), False):
+        entry(run.main, world.arguments("eval.limit=1", "eval.decoders=[chain]", "eval.lossless=-1", *given))
+        assert ("measured cost curve" in page.read_text()) == used
+    entry(run.main, world.arguments("eval.decoders=[chain]", "dry_run=true"))
+    assert "those of the drafter's tuned.json" in capsys.readouterr().out
     beside.unlink()
 
 

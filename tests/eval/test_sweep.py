@@ -56,6 +56,7 @@ def test_the_tuners_choice_is_read_or_measured_a_size_and_off_where_nothing_beat
     sizes = sweep(recipe, TARGET, DRAFTER, fake_prompts(4), tmp_path, decode=decode, warmup=fake_prompts(40)[8:])
     assert sizes[0]["choice"].startswith("chain") and sizes[1]["choice"] == "off (nothing beats ar)"
     assert list(tmp_path.iterdir()) == [], "only eval.tune writes beside a drafter"
+    (tmp_path / "model.safetensors").write_bytes(b"a drafter")
     calls, warmup = len(decode.calls), fake_prompts(40)[8:]
     known, beside = (tune.tune(at_batch(recipe, n), TARGET, DRAFTER, warmup, decode=Batched()) for n in (1, 32))
     tunings.write(tmp_path, beside)
@@ -66,9 +67,11 @@ def test_the_tuners_choice_is_read_or_measured_a_size_and_off_where_nothing_beat
     assert "| off (nothing beats ar) |" in table and "| 32 |" in table
 
 
-def test_a_size_that_does_not_fit_ends_the_sweep_with_the_largest_that_does() -> None:
+@pytest.mark.parametrize("tunes", [False, True])
+def test_a_size_that_does_not_fit_ends_the_sweep_with_the_largest_that_does(tunes: bool) -> None:
+    """Tuned or not: the tuner, which finds no room for `ar`, does not take the other sizes with it."""
     decode = Cramped(room=5 * 30)
-    recipe = fake_recipe(batch_sizes=[1, 8, 16], decoders=["ar", "chain"])
-    sizes = sweep(recipe, TARGET, DRAFTER, fake_prompts(4), decode=decode, warmup=[])
+    recipe = fake_recipe(batch_sizes=[1, 8, 16], decoders=["ar", "chain"], tune=tunes)
+    sizes = sweep(recipe, TARGET, DRAFTER, fake_prompts(4), decode=decode, warmup=fake_prompts(9)[4:] if tunes else [])
     assert [(size["batch_size"], size["fits"], size["out_of_memory"]) for size in sizes] == [(1, 1, []), (8, 4, [8])]
     assert "| 8: out of memory, 4 fits |" in report.batch_table(sizes)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from models.attention import Documents
@@ -40,10 +41,11 @@ class Case:
         return self.target.embed(self.ids[:, 1 + i : 1 + i + T])
 
     def unrolled(self) -> list[Tensor]:
-        """The rows as the documents of one packed row, [B, T, H] a step."""
-        documents = Documents([T] * B, self.target.device)
-        steps = self.drafter.unroll(self.taps.flatten(0, 1), lambda i: self.embed(i).flatten(0, 1), STEPS, documents)
-        return [state.unflatten(0, (B, T)) for state in steps]
+        """The rows as the documents of one packed row, [B, T, H] a step; what they look ahead to has no features."""
+        documents = Documents([T + STEPS] * B, self.target.device)
+        taps, embeds = F.pad(self.taps, (0, 0, 0, STEPS)), self.target.embed(F.pad(self.ids.flatten()[1:], (0, STEPS)))
+        steps = self.drafter.unroll(taps.flatten(0, 1), embeds, STEPS, documents)
+        return [state.unflatten(0, (B, T + STEPS))[:, :T] for state in steps]
 
     def naive(self, row: int, slot: int) -> list[Tensor]:
         weights = dict(self.drafter.named_parameters())
@@ -97,8 +99,7 @@ def test_packed_documents_unroll_as_each_alone(case: Case, lengths: list[int]) -
             weight[i, max(start, start + length - 1 - i) : start + length] = 0  # x[p+1+i] lies behind the document
 
     def unroll(span: slice, documents: Documents) -> list[Tensor]:
-        length = span.stop - span.start
-        steps = drafter.unroll(taps[span], lambda i: embeds[span.start + 1 + i :][:length], STEPS, documents)
+        steps = drafter.unroll(taps[span], embeds[span.start + 1 :], STEPS, documents)
         return [state * (weight[i, span] != 0) for i, state in enumerate(steps)]
 
     packed = torch.stack(unroll(slice(0, total), Documents(lengths, CPU)))

@@ -53,7 +53,7 @@ def assert_served_as_trained(target: Target, drafter: Eagle3, folder: Path, read
     ids = torch.randint(2, 320, (1, T + STEPS + 1), generator=torch.Generator().manual_seed(5))
     features, row = target.features(ids[:, :T]).taps_BTC[0], Documents([T], target.device)
     with torch.no_grad():
-        trained = list(drafter.unroll(features, lambda i: target.embed(ids[0, 1 + i : 1 + i + T]), STEPS, row))
+        trained = list(drafter.unroll(features, target.embed(ids[0, 1:]), STEPS, row))
         rows = [drafter.logits(state) for state in trained]
         hidden = target.model(ids[:, :T], output_hidden_states=True).hidden_states
         for reads in readers:
@@ -120,7 +120,7 @@ def test_compiled_steps_equal_the_unroll_under_every_flag(
     row = Documents([T], target.device)
     features = target.features(ids[:, :T]).taps_BTC[0]
     with torch.no_grad():
-        trained = list(drafter.unroll(features, lambda i: target.embed(ids[0, 1 + i : 1 + i + T]), STEPS, row))
+        trained = list(drafter.unroll(features, target.embed(ids[0, 1:]), STEPS, row))
     assert_decoded_as_trained(target, drafter, ids, trained)
 
 
@@ -161,7 +161,7 @@ def test_without_flags_nothing_is_added_to_the_equations(tiny_target: Callable[.
     with torch.no_grad():
         state = drafter.fuse(taps)
         assert torch.equal(state, drafter.fc(taps))
-        ours = next(iter(drafter.unroll(taps, lambda _: embed, 1, Documents([T], target.device))))
+        ours = next(iter(drafter.unroll(taps, embed, 1, Documents([T], target.device))))
         seen: list[torch.Tensor] = []
 
         def keep(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -172,6 +172,6 @@ def test_without_flags_nothing_is_added_to_the_equations(tiny_target: Callable[.
         q, k, v = seen
         mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         h = state + attention.o_proj(mixed[0].transpose(0, 1).flatten(1))
-        torch.testing.assert_close(ours, h + layer.mlp(layer.post_attention_layernorm(h)), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(ours, h + layer.mlp(layer.post_attention_layernorm(h)), atol=1e-5, rtol=1e-5)
         assert torch.equal(drafter.logits(ours), drafter.lm_head(drafter.norm(ours)))
     assert not [name for name in drafter.state_dict() if "q_norm" in name or name.startswith(("fc_norm", "input_norm"))]

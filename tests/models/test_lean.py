@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.lean import gated, normed_pair, remade, rms_norm
+from models.lean import gated, remade, rms_norm, windows
 
 
 @pytest.mark.parametrize("shape", [(5, 64), (2, 3, 7, 16)])
@@ -25,17 +25,20 @@ def test_a_norm_in_half_precision_rounds_its_output_and_gradients_once(shape: tu
     torch.testing.assert_close(ours[1], theirs[1], atol=1e-5, rtol=1e-5)
 
 
-def test_two_norms_side_by_side_are_two_norms() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_of_windows_that_overlap_meet_in_one_sum(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    x, y = torch.randn(3, 8).bfloat16(), torch.randn(3, 8).bfloat16().requires_grad_()  # embeddings learn nothing
-    gains = [(torch.rand(8) + 0.5).requires_grad_() for _ in range(2)]
-    weight, leaves = torch.randn(3, 16).bfloat16(), [gains[0], y, gains[1]]
-    out = normed_pair(x, gains[0], y, gains[1], 1e-5)
-    apart = torch.cat((rms_norm(x, gains[0], 1e-5), rms_norm(y, gains[1], 1e-5)), -1)
-    assert torch.equal(out, apart)
-    found = (torch.autograd.grad((o * weight).sum(), leaves) for o in (out, apart))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
+    x = torch.randn(9, 4, dtype=dtype).requires_grad_()
+    rows: list[slice | Tensor] = [slice(0, 6), slice(2, 8), torch.tensor([8, 1, 3]), slice(0, 9)]
+    found = windows(x, rows)
+    assert all(torch.equal(part, x[r]) for part, r in zip(found, rows, strict=True))
+    weights = [torch.randn_like(part) for part in found[:3]]  # of the last window nothing is asked
+    ours = torch.autograd.grad(torch.stack([(p * w).sum() for p, w in zip(found, weights, strict=False)]).sum(), x)[0]
+    wide = x.detach().double().requires_grad_()
+    exact = torch.autograd.grad(
+        torch.stack([(wide[r] * w).sum() for r, w in zip(rows, weights, strict=False)]).sum(), wide
+    )[0]
+    assert torch.equal(ours, exact.to(dtype)) if dtype == torch.bfloat16 else torch.allclose(ours, exact)
 
 
 def test_the_gated_product_and_its_gradients() -> None:

@@ -1,7 +1,6 @@
 """Simulated tau is what the decoder gets: the same rounds and the same tokens, on the same prompts."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -31,17 +30,13 @@ def apprentice(target: Target, kept: list[int] | None) -> Eagle3:
             row = torch.tensor(ids + answer)
             T, first = len(row) - 2, len(ids) - 1
             taps = target.features(row[None, :T]).taps_BTC[0]
-            state = next(drafter.unroll(taps, partial(following, target, row, T), 1, whole(T)))
+            state = next(drafter.unroll(taps, target.embed(row[1:]), 1, whole(T)))
             draft = drafter.vocab.to_draft(row[2 + first :])
             loss = loss + torch.nn.functional.cross_entropy(drafter.logits(state[first:]), draft, ignore_index=-1)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
     return drafter
-
-
-def following(target: Target, row: torch.Tensor, T: int, i: int) -> torch.Tensor:
-    return target.embed(row[1 + i : 1 + i + T])
 
 
 def whole(T: int) -> simulate.Documents:

@@ -42,12 +42,9 @@ def naive_loss(loss: UnrollLoss, rows: Rows, indices: list[int]) -> tuple[Tensor
         states = target.features(ids.unsqueeze(0))
         teacher = target.logits(states.final_BTH[0])
         tail = torch.zeros(steps, dtype=torch.long)
-
-        def embed(i: int, ids: Tensor = ids, tail: Tensor = tail) -> Tensor:
-            return target.embed(torch.cat([ids, tail])[1 + i : 1 + i + len(ids)])
-
+        embeds = target.embed(torch.cat([ids, tail])[1:])
         alone = Documents([len(ids)], CPU)
-        for i, hidden in enumerate(loss.drafter.unroll(states.taps_BTC[0], embed, steps, alone)):
+        for i, hidden in enumerate(loss.drafter.unroll(states.taps_BTC[0], embeds, steps, alone)):
             for p in range(len(ids) - 2 - i):
                 span = answer[p + 1 : p + 3 + i].tolist()
                 if len(set(span)) != 1 or span[0] == 0:
@@ -196,13 +193,13 @@ def test_recomputed_activations_give_the_same_gradients_bit_for_bit(target: Targ
 def test_layers_and_head_run_on_the_supervised_slots_alone(target: Target, bf16: bool) -> None:
     rows, loss = tiny_run.rows(), tiny_run.objective(target)
     loss.bf16, seen = bf16, []
-    for module in (loss.drafter.midlayer.mlp, loss.drafter.midlayer.self_attn.q_proj, loss.drafter.lm_head):
+    for module in (loss.drafter.midlayer.mlp, loss.drafter.midlayer.self_attn.o_proj, loss.drafter.lm_head):
         module.register_forward_pre_hook(lambda m, args: seen.append(args[0].flatten(0, -2).shape[0]))
     batch = load_batch(rows, [0, 3, 7])
     inputs = loss.prepare(batch)
     loss(inputs, loss.counts(inputs))
     slots = inputs.supervised_ST.sum(1).tolist()
-    assert seen == [n for n in slots for _ in "qm"] + [sum(slots)] and slots[0] < len(batch.ids_T)
+    assert seen == [n for n in slots for _ in "om"] + [sum(slots)] and slots[0] < len(batch.ids_T)
 
 
 def test_one_micro_batch_of_four_equals_four_of_one(target: Target) -> None:

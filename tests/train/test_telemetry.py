@@ -22,16 +22,19 @@ def test_the_target_multiplies_every_token_by_every_matrix_and_the_teaching_ones
 
 
 def test_the_drafter_does_so_thrice_for_every_supervised_slot(target: Target) -> None:
-    """With every slot supervised the first step uses every matrix, the later ones all but fc."""
+    """With every slot supervised the first step uses every matrix, the later ones all but fc and what multiplies
+    embeddings, whose products the first step made."""
     drafter = tiny_run.objective(target).drafter
     matrices = {name: p.numel() for name, p in drafter.named_parameters() if p.dim() == 2}
-    every, later = sum(matrices.values()), sum(n for name, n in matrices.items() if name != "fc.weight")
+    qkv = [matrices[f"midlayer.self_attn.{name}_proj.weight"] for name in "qkv"]
+    every = sum(matrices.values())
+    later = every - matrices["fc.weight"] - sum(qkv) // 2
     assert drafter_arithmetic(drafter.config, 20, [20], pairs=0) == 3 * 2 * 20 * every
     wide = 2 * drafter.config.num_attention_heads * drafter.config.head_dim
     diagonal = 15 * wide  # a slot of step 1 sees the one key that it made itself there
     assert drafter_arithmetic(drafter.config, 20, [20, 15], pairs=0) == 6 * (20 * every + 15 * later + diagonal)
-    # half of the slots: half of the pairs, no query or MLP or head for the others, but keys, values and fc
-    attention = matrices["midlayer.self_attn.k_proj.weight"] * 2 + matrices["fc.weight"]
+    # half of the slots: half of the pairs, no MLP or head or state's query for the others, but keys, values and fc
+    attention = sum(qkv[1:]) + qkv[0] // 2 + matrices["fc.weight"]
     half = drafter_arithmetic(drafter.config, 20, [10], pairs=210)
     assert half == 6 * (10 * every + 10 * attention + 105 * wide)
 
