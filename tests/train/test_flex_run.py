@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_prep.rows import make_rows
 from models.flex_layout import check_flexdraft, load_flexdraft
 from models.flexdraft import FlexDraft, FlexDraftConfig
 from models.target import Target
@@ -62,6 +63,13 @@ def test_a_run_ends_in_a_measured_drafter_that_loads(run_dir: Path, target: Targ
         assert torch.equal(drafter.state_dict()[name], tensor)
     page = (run_dir / "drafter" / "README.md").read_text()
     assert page.count("EAGLE") == 0 and "# FlexDraft drafter for" in page and "No engine reads" in page
+
+
+def test_rows_without_an_anchor_are_refused() -> None:
+    alone = make_rows([([5, 6, 7, 8], [0, 0, 0, 1])] * 3, [{}] * 3)
+    with pytest.raises(UserError, match="none of the 3 training rows has an anchor"):
+        flexdraft.refuse_short(alone)
+    flexdraft.refuse_short(make_rows([([5, 6, 7], [0, 1, 1])], [{}]))
 
 
 def test_a_changed_recipe_is_refused(arguments: list[str], run_dir: Path) -> None:
