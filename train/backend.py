@@ -89,9 +89,11 @@ def make_optimizer(objective: Objective, cfg: TrainConfig, fused: bool = False) 
 
 
 def gather(drafter: nn.Module, optimizer: torch.optim.Optimizer, engine: Any) -> tuple[dict[str, Tensor], Moments, int]:
-    """(model, moments, AdamW's step count). Under DeepSpeed (`engine`) a collective that all ranks must call."""
+    """(model, what is frozen left out; moments; AdamW's step count). Under DeepSpeed (`engine`) a collective that all
+    ranks must call."""
     trained = {name: p for name, p in drafter.named_parameters() if p.requires_grad}
-    model = {name: _own(t) for name, t in drafter.state_dict().items()}
+    frozen = {name for name, p in drafter.named_parameters() if not p.requires_grad}
+    model = {name: _own(t) for name, t in drafter.state_dict().items() if name not in frozen}
     if engine is None:
         states = {name: optimizer.state[p] for name, p in trained.items()}
         moments = {kind: {name: _own(s[kind]) for name, s in states.items()} for kind in MOMENTS}
@@ -106,6 +108,12 @@ def gather(drafter: nn.Module, optimizer: torch.optim.Optimizer, engine: Any) ->
             moments[kind][name] = _own(safe_get_full_optimizer_state(p, kind))
     count = max(int(s["step"]) for s in engine.optimizer.optimizer.state.values())
     return model, moments, count
+
+
+def fill(drafter: nn.Module, model: dict[str, Tensor]) -> None:
+    """Put in what `gather` found; what is frozen stays as it was made."""
+    frozen = {name: p for name, p in drafter.named_parameters() if not p.requires_grad}
+    drafter.load_state_dict(frozen | model)
 
 
 def restore_optimizer(

@@ -32,7 +32,6 @@ from train.objective import Objective
 
 class CalibratorFamily(FlexFamily):
     title = "Calibrated FlexDraft"
-    partitions = True  # the calibrator alone is trained
     whole: FlexDraft  # the masks, with a calibrator
 
     def check(self, recipe: Recipe, source: Source | None) -> None:

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 
 from data_prep.rows import Rows
 from data_prep.run import Prepared
+from data_prep.supervision import supervised
 from eval.drafters import Drafter
 from models.flex_layout import save_flexdraft
 from models.flexdraft import FlexDraft, FlexDraftConfig, check_layers
@@ -31,7 +32,6 @@ SEEN = 8  # rows that the mask vector starts from
 
 class FlexFamily(run.Family):
     title, part = "FlexDraft", "flex"
-    partitions = False  # masks go through its modules' parts, which ZeRO-3 does not see
     shards = False  # they run through the target's layers, whole ones
 
     def check(self, recipe: Recipe, source: Source | None) -> None:
@@ -55,12 +55,22 @@ class FlexFamily(run.Family):
         whole = cfg.parametrisation == "layers"
         config = FlexDraftConfig.from_target(target, cfg.layers, cfg.block_size, *ranks, whole=whole)
         drafter = FlexDraft(config).to(target.device)
+        refuse_short(prepared.train)
         drafter.init_from_target(target, [ids for ids, _ in first_rows(prepared.train)])
         return FlexLoss(drafter, teacher, Learning(cfg, recipe.seed, bf16, kept_features(recipe))), prepared
 
     def save(self, drafter: Drafter, folder: Path, papers: dict[str, Any]) -> None:
         assert isinstance(drafter, FlexDraft)
         save_flexdraft(drafter, folder, papers)
+
+
+def refuse_short(rows: Rows) -> None:
+    """Where no row has an anchor: a position with two tokens of one answer behind it."""
+    if not any(bool(supervised(rows.row(i)[1], 1).any()) for i in range(len(rows.lengths))):
+        raise UserError(
+            f"none of the {len(rows.lengths):,} training rows has an anchor: a position with two tokens of one answer "
+            "behind it. Raise data.answer_tokens or data.max_length, or give other prompts."
+        )
 
 
 def first_rows(rows: Rows) -> list[Any]:

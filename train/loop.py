@@ -26,7 +26,7 @@ from torch import Tensor
 
 from data_prep.rows import Rows
 from recipes.schema import Recipe, TrainConfig, UserError
-from train.backend import gather, make_optimizer, offloads, restore_optimizer, zero_stage
+from train.backend import fill, gather, make_optimizer, offloads, restore_optimizer, zero_stage
 from train.batches import Pack, Schedule, Step, Usage, deal, load_batch
 from train.checkpoint import State, Store
 from train.guard import LOOK, Guard, keep_batch
@@ -93,7 +93,7 @@ class Loop:
         if resumed is not None:
             self.saved = resumed.cursor.step
             self.guard.losses.extend(resumed.losses)
-            self.objective.drafter.load_state_dict(self.store.model(self.saved))
+            fill(self.objective.drafter, self.store.model(self.saved))
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             self.store.clean()
@@ -324,7 +324,7 @@ class Loop:
     def _drafter(self, step: int) -> Any:
         """Of the checkpoint that was just saved, as one process can run it."""
         if self.whole is not self.objective.drafter:
-            self.whole.load_state_dict(self.store.model(step))
+            fill(self.whole, self.store.model(step))
             self.whole.to(self.accelerator.device)
         return self.whole.eval()
 

@@ -47,7 +47,7 @@ from recipes.files import (
 )
 from recipes.loading import save
 from recipes.schema import Recipe, UserError
-from train.backend import make_accelerator, shards_target, zero_stage
+from train.backend import fill, make_accelerator, shards_target
 from train.checkpoint import State, Store, refuse_other_run, run_identity
 from train.cost import use_bf16
 from train.features import StoredTeacher
@@ -62,8 +62,7 @@ class Family:
 
     title = ""  # as people call it
     part = ""  # the group of the recipe that tells its runs apart
-    partitions = True  # its parameters may be cut over the processes (ZeRO-3)
-    shards = True  # and so may the target
+    shards = True  # the target may be cut over the processes
 
     def check(self, recipe: Recipe, source: Source | None) -> None:
         """Refuse what can be refused before anything loads; `source` is None in a dry run alone."""
@@ -127,8 +126,6 @@ def train(recipe: Recipe, family: Family, folder: Path, source: Source, prompts:
     dtype = choose_dtype(recipe.target.dtype, device)
     accelerator = make_accelerator(device, recipe.train.clip)
     main = accelerator.is_main_process
-    if zero_stage(accelerator) == 3 and not family.partitions:
-        raise UserError(f"DeepSpeed ZeRO-3 is not for {family.title}. Use recipes/accelerate/zero2.yaml")
     target = load(recipe, accelerator, device, dtype, family.shards)
     prepared = led(target, main, lambda: prepare(recipe, loader(recipe, target), source))
     told: list[Any] = [str(prepared.folder) if prepared else "", use_bf16(recipe, device)]
@@ -240,7 +237,7 @@ def identify(recipe: Recipe, family: Family, source: Source, prepared: Prepared)
 def load_best(store: Store, trained: Any) -> None:
     step = store.named("best")
     assert step is not None, "the end of training always names a best checkpoint"
-    trained.load_state_dict(store.model(step))
+    fill(trained, store.model(step))
     trained.eval()
 
 

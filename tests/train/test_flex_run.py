@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_prep.rows import make_rows
 from models.flex_layout import check_flexdraft, load_flexdraft
 from models.flexdraft import FlexDraft, FlexDraftConfig
 from models.target import Target
@@ -62,6 +63,13 @@ def test_a_run_ends_in_a_measured_drafter_that_loads(run_dir: Path, target: Targ
         assert torch.equal(drafter.state_dict()[name], tensor)
     page = (run_dir / "drafter" / "README.md").read_text()
     assert page.count("EAGLE") == 0 and "# FlexDraft drafter for" in page and "No engine reads" in page
+
+
+def test_rows_without_an_anchor_are_refused() -> None:
+    alone = make_rows([([5, 6, 7, 8], [0, 0, 0, 1])] * 3, [{}] * 3)
+    with pytest.raises(UserError, match="none of the 3 training rows has an anchor"):
+        flexdraft.refuse_short(alone)
+    flexdraft.refuse_short(make_rows([([5, 6, 7], [0, 1, 1])], [{}]))
 
 
 def test_a_changed_recipe_is_refused(arguments: list[str], run_dir: Path) -> None:
@@ -121,26 +129,23 @@ def test_what_the_target_cannot_be_is_refused_before_weights_load(
         flexdraft.main(recipe(arguments, tmp_path / "none", given))
 
 
-def test_zero_3_is_refused_by_name(arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.run.zero_stage", lambda accelerator: 3)
-    with pytest.raises(UserError, match=r"ZeRO-3 is not for FlexDraft\. Use recipes/accelerate/zero2\.yaml"):
-        flexdraft.main(recipe(arguments, tmp_path / "none"))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["ddp", "zero2", "zero3"])
 def test_two_processes_learn_what_one_does(
     arguments: list[str], run_dir: Path, calibrated: Path, tmp_path: Path, backend: str
 ) -> None:
-    """ZeRO-3 is for the calibrator alone; the masks that it is fitted to, and the target, are whole on each process."""
+    """Under ZeRO-3 every parameter is partitioned; the target, and masks that are not trained, are whole on each."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     environment |= {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     launcher = ["-m", "accelerate.commands.launch", "--config_file", f"{ROOT}/recipes/accelerate/{backend}.yaml"]
     for program, alone, more in (
         ("flexdraft", run_dir, []),
         ("calibrator", calibrated, [f"flexdraft={run_dir}"]),
-    )[backend == "zero3" :]:
-        line = [sys.executable, *launcher, f"{ROOT}/train/{program}.py", *arguments, *more, f"run_dir={program}"]
+    ):
+        file = [f"{ROOT}/train/{program}.py"]
+        if backend == "zero3":
+            file = [f"{ROOT}/tests/train/partitioned.py", program]
+        line = [sys.executable, *launcher, *file, *arguments, *more, f"run_dir={program}"]
         done = subprocess.run(line, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=600)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
         assert curve(tmp_path / program, "loss") == pytest.approx(curve(alone, "loss"), abs=1e-4)
@@ -155,7 +160,9 @@ def test_low_rank_masks_are_trained_exported_and_calibrated(
     calibrator.main(recipe(arguments, tmp_path / "both", *low, f"flexdraft={tmp_path / 'low'}"))
     masks, both = (load_flexdraft(tmp_path / name / "drafter", target, adapters=True) for name in ("low", "both"))
     assert masks.config.lora_rank == both.config.lora_rank == 2 and both.calibrator is not None
-    learned = masks.state_dict()
+    learned, best = masks.state_dict(), read_json(tmp_path / "low" / "summary.json", "x")["best_step"]
+    kept = Store(tmp_path / "low").model(best)
+    assert not any("base_layer" in name for name in kept) and any("lora_B" in name for name in kept)
     assert all(torch.equal(both.state_dict()[name], tensor) for name, tensor in learned.items())
     assert all(bool(t.abs().max() > 0) for name, t in learned.items() if "lora_B" in name)
     count = sum(p.numel() for p in masks.parameters() if p.requires_grad)
