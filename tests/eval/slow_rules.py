@@ -161,7 +161,7 @@ def traversal(paths: list[Path], p: Law, q: Law) -> Said:
         left = [plus(weight[up] * b - a) for a, b in zip(draft[up], target[up], strict=True)]
         total = sum(left)
         target[up] = [r / total if total else 0.0 for r in left]
-        weight[up] = total / (total + 1 - weight[up]) if total else 0.0
+        weight[up] = total / (total + 1 - weight[up]) if total > 1e-15 else 0.0  # else only rounding is left
         draft[up][x] = 0.0
         draft[up] = [a / sum(draft[up]) if sum(draft[up]) else 0.0 for a in draft[up]]
         weigh(up)
