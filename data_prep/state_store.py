@@ -237,6 +237,8 @@ class StateStore:
             raise UserError(f"{layout.path(number)}: row {row} has other token ids than the prepared rows. {MEND}")
         scale = file.get_slice("scale")[tokens] if layout.states == "fp8" else None
         final, best, lse = (file.get_slice(name)[found] for name in ("final", "best", "lse"))
+        if not (lse.isfinite().all() and (best >= 0).all()):
+            raise UserError(f"{layout.path(number)}: what it says of row {row} is no law of tokens: damaged. {MEND}")
         return Stored(file.get_slice("taps")[tokens], scale, final, best, lse)
 
 

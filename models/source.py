@@ -180,13 +180,15 @@ def _convert(gguf: Path, folder: Path) -> Path:
 
 
 def _weights_hash(folder: Path, dry_run: bool) -> str:
-    """sha256 over the safetensors files; remembered by name, size and time, since large targets take a while. (A dry
+    """sha256 over the safetensors files; remembered by name, size and times, since large targets take a while. (A dry
     run writes nothing, not even that.)"""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"target: {folder} holds no .safetensors weights (pickled .bin weights are not loaded)")
     _check_whole(folder, files)
-    stamp = sha256_json([[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files])
+    stamp = sha256_json(
+        [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns, f.stat().st_ctime_ns] for f in files]
+    )
     memory = cache_dir("fingerprints", f"{stamp[:32]}.json")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # absent, or cut short by a crash: found anew
         return str(json.loads(memory.read_text())["sha256"])

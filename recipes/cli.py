@@ -1,8 +1,12 @@
 """How an entry point shows a user's mistake, and its own usage."""
 
+import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError
 
 from recipes.loading import known_keys, load, recipe_names
 from recipes.schema import Recipe, SourceConfig, UserError
@@ -32,10 +36,41 @@ def told(run: Callable[[], None]) -> None:
     except PermissionError as error:
         where = "run_dir, out, data.cache, or ESPALIER_CACHE in the environment"
         _stop(f"no permission for {error.filename}. Choose a folder that you may write to ({where}).")
+    except (OSError, SafetensorError) as error:
+        if getattr(error, "errno", None) != errno.ENOSPC and "os error 28" not in str(error):
+            raise
+        name = getattr(error, "filename", None)
+        where = f", writing {name}" if name else ""
+        _stop(f"the disk is full{where}. Nothing half-written was left: make room, and the same command goes on.")
     except KeyboardInterrupt:
         sys.stdout.flush()
         print("interrupted: what is whole was kept, and the same command again goes on from there", file=sys.stderr)
         sys.exit(130)
+
+
+def words(
+    argv: list[str], defaults: dict[str, str], doc: str, choices: dict[str, Sequence[str]], positive: str
+) -> dict[str, str]:
+    """A script's key=value words over its defaults. `choices` names what a key may be (lists by commas, each of them);
+    a key whose default is a number takes whole ones, those of `positive` at least 1. `--help` prints `doc`."""
+    if {"-h", "--help"} & set(argv):
+        print(doc.strip())
+        sys.exit(0)
+    found = dict(defaults)
+    for word in argv:
+        key, equals, value = word.partition("=")
+        if not equals or key not in defaults:
+            raise UserError(f"no such key: {word}; there are {', '.join(defaults)} (KEY=VALUE; --help tells more)")
+        known, least = choices.get(key, ()), int(key in positive.split())
+        wrong = [part for part in value.split(",") if known and part not in known]
+        if wrong:
+            raise UserError(f"{key}={value}: {wrong[0]!r} is none of {', '.join(known)}")
+        if defaults[key].isdigit() and not (value.isdigit() and int(value) >= least):
+            raise UserError(f"{key}={value}: must be a whole number, {least} or more")
+        if key == "out" and value and not Path(value).absolute().parent.is_dir():
+            raise UserError(f"out={value}: there is no folder {Path(value).absolute().parent}")
+        found[key] = value
+    return found
 
 
 def usage() -> str:

@@ -52,7 +52,7 @@ AT_LEAST_ZERO = {
     "data.server": ("requests_per_minute",),
     "eagle": ("draft_vocab", "lk_decay"),
     "flex": ("layers",),
-    "train": ("max_steps", "weight_decay", "keep_features_mb", "spike"),
+    "train": ("max_steps", "weight_decay", "keep_features_mb"),
     "eval": ("limit", "temperature", "top_k"),
 }
 
@@ -79,6 +79,7 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
         ("seed", "0 or more, and under 2^63", 0 <= r.seed < 2**63),
         ("train.learning_rate", "above 0", t.learning_rate > 0),
         ("train.clip", "above 0", t.clip > 0),
+        ("train.spike", "0 (never stop) or above 1", t.spike == 0 or t.spike > 1),
         ("train.warmup", "from 0 up to 1", 0 <= t.warmup < 1),
         ("train.min_lr", "from 0 to 1", 0 <= t.min_lr <= 1),
         ("train.betas", "two numbers from 0 up to 1", len(t.betas) == 2 and all(0 <= b < 1 for b in t.betas)),

@@ -35,6 +35,7 @@ import torch
 from omegaconf import OmegaConf
 
 from models.target import choose_device
+from recipes.cli import told, words
 from recipes.files import write_json
 from recipes.schema import UserError
 
@@ -329,12 +330,9 @@ def main(argv: list[str]) -> None:
         "shapes": "smollm2,qwen3-8b" if gpu else "tiny", "backends": "ddp,zero2", "processes": "1,2,4", "tokens": "0",
         "steps": "30", "warm": "10", "every": "5", "work": "", "timeout": "150", "device": "auto", "out": "",
     }  # fmt: skip
-    given = dict(a.split("=", 1) for a in argv)
-    if unknown := given.keys() - options:
-        sys.exit(f"no such key: {', '.join(sorted(unknown))}; there are {', '.join(options)}")
-    options |= given
+    options = words(argv, options, str(__doc__), {"shapes": [*SHAPES]}, "steps every timeout")
     if int(options["steps"]) < int(options["warm"]) + int(options["every"]):
-        sys.exit("steps must be at least warm + every: else no line is left to take the median of")
+        raise UserError("steps must be at least warm + every: else no line is left to take the median of")
     card = hardware(choose_device(options["device"]))
     print(f"{card}, torch {torch.__version__}", flush=True)
     with contextlib.ExitStack() as stack:
@@ -350,4 +348,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    told(lambda: main(sys.argv[1:]))

@@ -37,8 +37,9 @@ from models.attention import Documents
 from models.eagle3 import Eagle3, Eagle3Config
 from models.target import choose_device
 from models.vocab import VocabMap
+from recipes.cli import told, words
 from recipes.files import write_json
-from recipes.schema import EagleConfig, Recipe, UserError
+from recipes.schema import OBJECTIVES, EagleConfig, Recipe, UserError
 from train.backend import make_optimizer
 from train.objective import Inputs, UnrollLoss, select
 
@@ -350,12 +351,14 @@ def main(argv: list[str]) -> None:
         "recompute": "false", "device": "auto", "dtype": "auto", "objective": "soft_ce", "specforge_chunked": "true",
         "backend": "flex_attention" if gpu else "sdpa",
     }  # fmt: skip
-    given = dict(a.split("=", 1) for a in argv)
-    if unknown := given.keys() - options:
-        sys.exit(f"no such key: {', '.join(sorted(unknown))}; there are {', '.join(options)}")
-    options |= given
+    flags = dict.fromkeys(("sweep", "recompute", "specforge_chunked"), ("true", "false"))
+    choices = {"shapes": [*SHAPES], "supervised": ("all", "half"), "dtype": ("auto", "bf16", "fp32"), **flags}
+    choices |= {"objective": OBJECTIVES, "arms": options["arms"].split(",")}
+    options = words(argv, options, str(__doc__), choices, "rows length rounds")
     there = importlib.util.find_spec("specforge") is not None
     arms = [arm for arm in options["arms"].split(",") if arm != "specforge" or there]
+    if not there and "specforge" in options["arms"]:
+        print("specforge is not installed: without its arm")
     device, shape = choose_device(options["device"]), SHAPES[options["shapes"]]
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     interpreted = ", kernels interpreted" if os.environ.get("TRITON_INTERPRET") == "1" else ""
@@ -379,4 +382,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    told(lambda: main(sys.argv[1:]))

@@ -39,9 +39,17 @@ class Study(EagleFamily):
     def __init__(self, wanted: int, also: list[Path]) -> None:
         self.wanted, self.also = wanted, also
 
+    def hashes(self, recipe: Recipe) -> dict[str, str]:
+        """A folder that another study has trained in is refused."""
+        also = sha256_json([folder.name for folder in self.also])[:16]
+        return super().hashes(recipe) | {"study.answer_tokens": str(self.wanted), "study.also": also}
+
     def objective(
         self, recipe: Recipe, target: Target, teacher: Target, prepared: Prepared, bf16: bool
     ) -> tuple[Objective, Prepared]:
+        for folder in self.also:
+            if not (folder / "train").is_dir():
+                raise UserError(f"also: {folder} holds no prepared rows; name the rows-... folders of data_prep.run")
         parts = [prepared.train, *(Rows.load(folder / "train") for folder in self.also)]
         there = sum(int(predicted(part).sum()) for part in parts)
         if there < self.wanted:
@@ -64,6 +72,8 @@ def share_of(rows: Rows, share: float, seed: int) -> Rows:
 
 def taus(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
     """What was trained on, and of each decoder tau without the prompts flagged as loops."""
+    if not (folder / "summary.json").is_file():
+        raise UserError(f"{folder} holds no finished run")
     summary = read_json(folder / "summary.json", "the summary of a finished run")
     found = {}
     for path in sorted((folder / "eval" / f"step-{summary['best_step']}").glob("results-*.json")):
@@ -73,6 +83,8 @@ def taus(folder: Path) -> tuple[dict[str, Any], dict[str, float]]:
 
 
 def show(folders: list[str], out: str) -> None:
+    if out and not Path(out).absolute().parent.is_dir():
+        raise UserError(f"out={out}: there is no folder {Path(out).absolute().parent}")
     rows = sorted((taus(Path(folder)) for folder in folders), key=lambda row: int(row[0]["answer_tokens"]))
     decoders = [name for name in rows[0][1] if name != "ar"]
     table = Table("answer tokens", "rows", *(f"{name} tau" for name in decoders))
@@ -92,15 +104,20 @@ def show(folders: list[str], out: str) -> None:
 
 def main(argv: list[str]) -> None:
     command, *rest = argv or ["--help"]
+    if {"-h", "--help"} & set(argv) or not argv:
+        print(str(__doc__).strip())
+        return
     own = {key: value for key, _, value in (a.partition("=") for a in rest) if key in ("answer_tokens", "also", "out")}
     others = [a for a in rest if a.partition("=")[0] not in own]
-    if command == "show":
+    if command == "show" and others:
         told(lambda: show(others, own.get("out", "")))
     elif command == "train" and own.get("answer_tokens", "").isdigit():
         also = [Path(folder) for folder in own.get("also", "").split(",") if folder]
         entry(run.one_screen(lambda recipe: run.main(recipe, Study(int(own["answer_tokens"]), also))), others)
     else:
-        sys.exit(str(__doc__))
+        wrong = "train needs answer_tokens=N, 0 or more" if command == "train" else "show needs the folders of runs"
+        wrong = wrong if command in ("train", "show") else f"no such command: {command}"
+        sys.exit(f"error: {wrong} (--help tells more)")
 
 
 if __name__ == "__main__":

@@ -55,5 +55,6 @@ def keep_batch(run_dir: Path, rows: Rows, shares: list[list[Pack]], about: dict[
             listed.append({"name": name, "rows": pack, "lengths": batch.lengths})
     with whole_folder(folder) as aside:
         save_file(tensors, aside / "batch.safetensors")
-        write_json(aside / "step.json", about | {"micro_batches": listed})
+        said = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in about.items()}
+        write_json(aside / "step.json", said | {"micro_batches": listed})
     return folder / "batch.safetensors"

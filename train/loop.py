@@ -235,8 +235,14 @@ class Loop:
         raise UserError(
             f"{fault}: training stopped; {kept}. Its batch is in {where} (step.json beside it names the rows):\n"
             f"  {LOOK.format(path=str(where))}\n"
-            f"Try a lower train.learning_rate (now {self.cfg.learning_rate:g}) or a longer train.warmup"
-            + (", or go on past it with train.spike=0." if spiked else ".")
+            f"Try a lower train.learning_rate (now {self.cfg.learning_rate:g}) or a longer train.warmup, in another "
+            f"run_dir"
+            + (", or go on past it here with train.spike=0." if spiked else ".")
+            + (
+                ""
+                if self.recipe.data.states == "none"
+                else " Or the target's states on disk are damaged (data.states)."
+            )
         )
 
     def _log(self, norm: Any, tracking: Tracking | None) -> None:

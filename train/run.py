@@ -346,7 +346,8 @@ def finished(folder: Path, family: str) -> bool:
     summary = read_json(path, "run folder (delete the file to redo the evaluation)")
     if rank() == 0:
         print(
-            f"this run is finished: {summary['steps']} steps. For another, give run_dir=DIR or remove {folder}",
+            f"this run is finished: {summary['steps']} steps (its data were not looked at again). "
+            f"For another, give run_dir=DIR or remove {folder}",
             flush=True,
         )
         show(folder, summary, family)

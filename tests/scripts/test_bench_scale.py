@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from recipes.schema import UserError
 from scripts import bench_scale
 
 SHORT = ["shapes=tiny", "steps=4", "warm=2", "every=1", "device=cpu", "backends=ddp"]
@@ -59,7 +60,7 @@ def test_ratios_are_to_one_process_of_the_backend_and_of_ddp(capsys: pytest.Capt
 
 
 def test_keys_are_checked() -> None:
-    with pytest.raises(SystemExit, match="no such key: size"):
+    with pytest.raises(UserError, match="no such key: size"):
         bench_scale.main(["size=3"])
-    with pytest.raises(SystemExit, match="at least warm"):
+    with pytest.raises(UserError, match="at least warm"):
         bench_scale.main(["steps=10"])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.schema import UserError
 from scripts import bench_train
 
 SMALL = ["shapes=tiny", "rows=2", "length=32", "rounds=1", "warm=0", "device=cpu"]
@@ -33,6 +34,20 @@ def split(marks: list[int]) -> list[list[int]]:
     return [[m for m in marks if m == k] for k in sorted(set(marks)) if k]
 
 
-def test_unknown_keys_are_refused() -> None:
-    with pytest.raises(SystemExit, match="no such key: size"):
-        bench_train.main(["size=3"])
+WRONG = [
+    ("size=3", "no such key: size=3"),
+    ("sweep", "no such key: sweep"),
+    ("objective=xx", "'xx' is none of soft_ce"),
+    ("dtype=bfloat16", "none of auto, bf16, fp32"),
+    ("recompute=True", "none of true, false"),
+    ("arms=ours,foo", "'foo' is none of"),
+    ("warm=-1", "a whole number, 0 or more"),
+    ("rounds=0", "a whole number, 1 or more"),
+    ("out=/nowhere/at/all.json", "there is no folder /nowhere/at"),
+]
+
+
+@pytest.mark.parametrize(("word", "said"), WRONG)
+def test_words_that_mean_nothing_are_refused_before_anything_is_measured(word: str, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        bench_train.main([word])
