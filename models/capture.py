@@ -4,8 +4,16 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 T = TypeVar("T")
+
+
+def in_place(held: Tensor | None, new: Tensor) -> Tensor:
+    """`new`, in the memory of what is `held` where that is alike: recorded steps read it there."""
+    if held is None or (held.dtype, held.device, held.shape) != (new.dtype, new.device, new.shape):
+        return new
+    return held.copy_(new)
 
 
 class Steps:

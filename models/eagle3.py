@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.attention import Documents, Heads, attend
 from models.cache import KVCache
+from models.capture import in_place
 from models.eagle3_layer import Layer, RMSNorm, Said, Through, picked
 from models.kernels import kernels, serve
 from models.linear import Linear, linear
@@ -274,10 +275,8 @@ class Eagle3(nn.Module):
         attention, mlp = self.midlayer.self_attn, self.midlayer.mlp
         qkv = torch.cat([m.weight.detach() for m in (attention.q_proj, attention.k_proj, attention.v_proj)])
         gate_up = torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()])
-        if self._packed is None or (self._packed[0].dtype, self._packed[0].device) != (qkv.dtype, qkv.device):
-            self._packed = qkv, gate_up
-        for kept, new in zip(self._packed, (qkv, gate_up), strict=True):
-            kept.copy_(new)
+        held = self._packed or (None, None)
+        self._packed = in_place(held[0], qkv), in_place(held[1], gate_up)
         return self._packed
 
     def _fused_step(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from models import flex_fused, flex_lora
 from models.attention import Documents, attend
 from models.cache import KVCache
+from models.capture import in_place
 from models.flex_groups import Groups, attend_groups
 from models.linear import Linear, linear
 from models.target import AttendFn, Target
@@ -154,8 +155,11 @@ class DraftAttention(nn.Module):
     def pack(self) -> None:
         """Lay q, k and v side by side for the kernels of a GPU; again when they have changed."""
         parts: list[Any] = [self.q_proj, self.k_proj, self.v_proj]
-        bias = None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts])
-        self.packed = torch.cat([part.weight.detach() for part in parts]), bias
+        weight, bias = self.packed or (None, None)
+        weight = in_place(weight, torch.cat([part.weight.detach() for part in parts]))
+        if parts[0].bias is not None:
+            bias = in_place(bias, torch.cat([part.bias.detach() for part in parts]))
+        self.packed = weight, bias
 
     def project(self, x_BRH: Tensor) -> Tensor:
         return torch.cat((self.q_proj(x_BRH), self.k_proj(x_BRH), self.v_proj(x_BRH)), -1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from models.attention import Documents
 from models.flex_groups import Groups, attend_groups, attend_padded
-from models.flexdraft import FlexDraft, FlexDraftConfig, late_keys
+from models.flexdraft import DraftAttention, FlexDraft, FlexDraftConfig, late_keys
 from models.target import Target, load_target
 from recipes.schema import TargetConfig, UserError
 from tests.tiny import tiny_model_folder
@@ -124,3 +124,20 @@ def test_too_many_layers_are_refused_by_name(tmp_path: Path) -> None:
     target = load_target(TargetConfig(path=str(tiny_model_folder(tmp_path))))
     with pytest.raises(UserError, match=r"flex\.layers=9 is out of range: this target has 8 layers"):
         FlexDraftConfig.from_target(target, 9, SIZE)
+
+
+def test_packed_weights_of_masks_keep_their_place_and_follow_the_drafters(tmp_path: Path) -> None:
+    """Steps recorded on a GPU read them there, whichever engine packs next."""
+    target = load_target(TargetConfig(path=str(tiny_model_folder(tmp_path, "qwen2"))))  # projections with biases
+    own = FlexDraft(FlexDraftConfig.from_target(target, 2, 4)).layers[0]
+    assert isinstance(own, DraftAttention)
+    own.pack()
+    assert own.packed is not None and own.packed[1] is not None
+    places = [part.data_ptr() for part in own.packed if part is not None]
+    with torch.no_grad():
+        own.q_proj.weight.add_(1)
+        own.v_proj.bias.add_(1)
+    own.pack()
+    assert [part.data_ptr() for part in own.packed if part is not None] == places
+    assert torch.equal(own.packed[0][: own.q_proj.out_features], own.q_proj.weight)
+    assert torch.equal(own.packed[1][-own.v_proj.out_features :], own.v_proj.bias)
