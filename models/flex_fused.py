@@ -56,8 +56,7 @@ def verify(drafter: Any, target: Target, fused: ModuleType, ids_BT: Tensor, cach
         qkv = linear(normed[:, T:], *own.packed).flatten(0, 1)
         out = fused_groups.behind(qkv, rope, places_R, far, begins_G, seen_BT.flatten(), size, heads)
         both = linear(mixed, layer.out.weight, layer.out.bias), own.o_proj(out.view(B, T * size, -1))
-        z, normed = fused.add_norm(z, torch.cat(both, 1), layer.norms["post_attention_layernorm"], target.eps)
-        delta = linear(fused.gated(linear(normed, layer.gate_up)), layer.down.weight, layer.down.bias)
+        z, delta = layer.fused_rest(fused, z, torch.cat(both, 1), target.eps)
     final = fused.add_norm(z, delta, target.final_norm, target.eps)[1]
     return final[:, :T], final[:, T:].unflatten(1, (T, size))
 
@@ -73,8 +72,7 @@ def block(drafter: Any, target: Target, fused: ModuleType, cache: KVCache) -> Te
         depths = torch.arange(size, device=y.device).expand(B, size).contiguous()
         heads = mask_heads(own, target, layer.scale)
         mixed = fused.attention(linear(normed, *own.packed), rope, depths, cache, index, heads, all_of_them)
-        y, normed = fused.add_norm(y, own.o_proj(mixed), layer.norms["post_attention_layernorm"], target.eps)
-        delta = linear(fused.gated(linear(normed, layer.gate_up)), layer.down.weight, layer.down.bias)
+        y, delta = layer.fused_rest(fused, y, own.o_proj(mixed), target.eps)
     final: Tensor = fused.add_norm(y, delta, target.final_norm, target.eps)[1]
     return final
 

@@ -208,9 +208,7 @@ class Target:
         layer, rope = self.layers[index], self.rope(self.kinds[0])
         qkv = linear(normed, layer.qkv, layer.qkv_bias)
         mixed = fused.attention(qkv, rope, depths, cache, index, self.heads(layer), seen)
-        mixed = linear(mixed, layer.out.weight, layer.out.bias)
-        x, normed = fused.add_norm(x, mixed, layer.norms["post_attention_layernorm"], self.eps)
-        return x, linear(fused.gated(linear(normed, layer.gate_up)), layer.down.weight, layer.down.bias)
+        return layer.fused_rest(fused, x, linear(mixed, layer.out.weight, layer.out.bias), self.eps)
 
     def heads(self, layer: Layer) -> Heads:
         q_gain, k_gain = layer.norms.get("q_norm"), layer.norms.get("k_norm")

@@ -2,10 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from models.linear import linear
 
 
 class Affine(NamedTuple):
@@ -27,6 +30,12 @@ class Layer:
     scale: float
     softcap: float | None
     kind: str  # "full_attention" | "sliding_attention"
+
+    def fused_rest(self, fused: ModuleType, x: Tensor, mixed: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """What follows attention, by the kernels of a device: the stream with what attention adds, and what is to be
+        added to it next."""
+        x, normed = fused.add_norm(x, mixed, self.norms["post_attention_layernorm"], eps)
+        return x, linear(fused.gated(linear(normed, self.gate_up)), self.down.weight, self.down.bias)
 
 
 class Weights(Protocol):

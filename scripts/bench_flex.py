@@ -25,11 +25,13 @@ from torch import Tensor
 from data_prep.rows import make_rows
 from models.flexdraft import FlexDraft, FlexDraftConfig
 from models.target import Target, choose_device
-from recipes.schema import FlexConfig, Recipe, UserError
-from scripts.bench_decode import build, wait
+from recipes.cli import told, words
+from recipes.schema import FlexConfig, Recipe
+from scripts.bench_decode import SHAPES, build, wait
 from train.backend import make_optimizer
 from train.batches import Batch, load_batch
 from train.flex_objective import FlexLoss, Learning
+from train.fused_loss import CHUNK_GPU
 
 Step = Callable[[], object]
 
@@ -68,7 +70,7 @@ def products(target: Target, loss: FlexLoss, batch: Batch) -> tuple[Step, Step]:
     widths = {width for pair in weights for width in pair}
     inputs, clean = ({width: made(count, width) for width in widths} for count in (masks, tokens))
     slot, teacher, head = made(slots, hidden), made(taught, hidden), target.head_weight
-    chunk = 2**28 // c.vocab_size
+    chunk = CHUNK_GPU // c.vocab_size
 
     def of_masks() -> None:
         for _ in range(c.target_layers - c.split_layer):
@@ -127,11 +129,9 @@ def main(argv: list[str]) -> dict[str, float]:
     gpu = torch.cuda.is_available()
     options = {"shape": "qwen3-8b" if gpu else "tiny", "rows": "4", "length": "2048" if gpu else "64"}
     options |= {"rounds": "10", "warm": "3", "device": "auto"}
-    given = dict(word.split("=", 1) for word in argv)
-    flex = OmegaConf.from_dotlist([word[5:] for word in argv if word.startswith("flex.")])
-    if unknown := {key for key in given if not key.startswith("flex.")} - options.keys():
-        raise UserError(f"no such key: {', '.join(sorted(unknown))}; there are {', '.join(options)}, flex.KEY")
-    options |= given
+    own = [word for word in argv if not word.startswith("flex.")]
+    flex = OmegaConf.from_dotlist([word.removeprefix("flex.") for word in argv if word not in own])
+    options = words(own, options, str(__doc__), {"shape": [*SHAPES]}, "rows length rounds")
     cfg = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(FlexConfig), flex))
     assert isinstance(cfg, FlexConfig)
     device, rows, length = choose_device(options["device"]), int(options["rows"]), int(options["length"])
@@ -159,7 +159,4 @@ def main(argv: list[str]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    told(lambda: main(sys.argv[1:]))

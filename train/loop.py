@@ -232,17 +232,13 @@ class Loop:
             keep_batch(self.run_dir, self.rows, one.shares, about)
         kept = f"step-{self.saved} is the newest good checkpoint" if self.saved > 0 else "no checkpoint was saved yet"
         spiked = math.isfinite(found) and math.isfinite(norm)
+        online = self.recipe.data.states == "none"
+        stored = "" if online else " Or the target's states on disk are damaged (data.states)."
         raise UserError(
             f"{fault}: training stopped; {kept}. Its batch is in {where} (step.json beside it names the rows):\n"
             f"  {LOOK.format(path=str(where))}\n"
             f"Try a lower train.learning_rate (now {self.cfg.learning_rate:g}) or a longer train.warmup, in another "
-            f"run_dir"
-            + (", or go on past it here with train.spike=0." if spiked else ".")
-            + (
-                ""
-                if self.recipe.data.states == "none"
-                else " Or the target's states on disk are damaged (data.states)."
-            )
+            f"run_dir" + (", or go on past it here with train.spike=0." if spiked else ".") + stored
         )
 
     def _log(self, norm: Any, tracking: Tracking | None) -> None:
