@@ -137,6 +137,7 @@ class Engine:
     @torch.no_grad()
     def prefill(self, prompts: list[list[int]], row_ids: list[int], matrix: SuccessorMatrix | None) -> list[int]:
         """Read the first prompts, one a row; returns their first tokens. `matrix` is copied in, and out by `save`."""
+        self.steps.join()
         self._waiting = None
         self.alive.fill_(True)
         if self.matrix is not None:
@@ -146,6 +147,7 @@ class Engine:
     @torch.no_grad()
     def admit(self, row: int, prompt: list[int], row_id: int, clock: Clock) -> int:
         """Between rounds: read a prompt into a row whose own has ended; returns its first token."""
+        self.steps.join()
         self._commit_waiting(clock)
         return self._read(row, [prompt], [row_id])[0]
 
@@ -179,9 +181,11 @@ class Engine:
 
     def finish(self, done: list[bool]) -> None:
         """Rows that are done commit nothing more and teach the matrix nothing."""
+        self.steps.join()
         self.alive.copy_(~torch.tensor(done))
 
     def save(self, matrix: SuccessorMatrix | None) -> None:
+        self.steps.join()
         if matrix is not None and self.matrix is not None:
             matrix.assign(self.matrix)
 
@@ -199,10 +203,15 @@ class Engine:
                 cache.bucket = cache.capacity if self.target.kernels else rounded(cache.high + room)
             self.steps.scope = self.cache.bucket
         proposal = self.proposer.propose(self.steps, clock)
+        self.steps.join()
         self.steps.scope = self.cache.bucket, proposal.place
         verified = self.steps.run("verify", lambda: self._verify(proposal.tree))
         clock.lap("verify")
         path, said, facts = self.steps.run("accept", lambda: self._accept(proposal, verified))
+        if self.matrix is not None:
+            # beside commit, extend and the next draft: proposers join before they touch the matrix or this tree's place
+            taught = self.matrix, proposal.tree, path, verified.logits, self.alive
+            self.steps.beside("remember", lambda: remember(*taught))
         clock.lap("accept")
         self.seen = proposal.tree, path  # for whoever draws it, until the next round
         if self.fixed:
@@ -264,8 +273,6 @@ class Engine:
             )
         else:
             path, accepted, bonus = follow(tree, v.chosen)
-        if self.matrix is not None:
-            remember(self.matrix, tree, path, v.logits, self.alive)
         said = tree.tokens.gather(1, path)  # root, then accepted drafts
         said = torch.cat([said[:, 1:], bonus.unsqueeze(1)], 1).scatter(1, accepted.unsqueeze(1), bonus.unsqueeze(1))
         nodes = tree.valid.sum(1) - 1

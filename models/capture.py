@@ -31,6 +31,8 @@ class Steps:
         self._seen: set[Hashable] = set()
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = {}
         self._pool: Any = None  # memory that the recorded steps share: they never run at once
+        self._side: tuple[Any, Steps] | None = None  # the stream and the steps of `beside`
+        self._running: Callable[[], object] | None = None  # and what was last begun there
 
     def run(self, key: Hashable, step: Callable[[], T]) -> T:
         key = (self.scope, key)
@@ -48,3 +50,26 @@ class Steps:
         graph, recorded = self._graphs[key]
         graph.replay()
         return recorded
+
+    def beside(self, key: Hashable, step: Callable[[], object]) -> None:
+        """Run a step behind all that was queued so far, but beside what comes until `join`: nothing of that may write
+        what it reads, or read or write what it writes. On a CPU it runs at once."""
+        if not self.captures:
+            step()
+            return
+        self.join()
+        if self._side is None:  # a pool of its own: steps that share one may not run at once
+            self._side = torch.cuda.Stream(), Steps(torch.device("cuda"))
+        stream, steps = self._side
+        stream.wait_stream(torch.cuda.current_stream())
+        steps.scope = self.scope
+        with torch.cuda.stream(stream):
+            steps.run(key, step)
+        self.unready, steps.unready = self.unready + steps.unready, 0
+        self._running = step  # holds what it reads: memory let go could be taken while the other stream reads it
+
+    def join(self) -> None:
+        """Whatever comes waits for what runs beside, if anything does."""
+        if self._side is not None and self._running is not None:
+            torch.cuda.current_stream().wait_stream(self._side[0])
+            self._running = None

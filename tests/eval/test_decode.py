@@ -14,6 +14,7 @@ from eval.engine import Engines, remember
 from eval.matrix import SuccessorMatrix
 from eval.settings import Settings
 from eval.tree import DRAFTER, RETRIEVAL, DraftTree
+from models.capture import Steps
 from models.eagle3 import Eagle3
 from models.target import Target, load_target
 from recipes.schema import DECODERS, TargetConfig
@@ -324,3 +325,35 @@ def test_sampled_drafts_do_not_depend_on_who_was_there_before(
     found = decode(target, drafter, prompts, settings, slots=1)
     assert [row.tokens for row in found.rows] == alone
     assert [row.tokens for row in decode(target, drafter, prompts, settings, slots=2).rows] == alone
+
+
+@pytest.mark.parametrize("decoder", ["graft", "splice", "recycle"])
+def test_whatever_reads_the_matrix_waits_for_what_teaches_it_beside(
+    target: Target, drafter: Eagle3, prompts: list[list[int]], decoder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taught as late as a second stream may be, when somebody joins it, the matrix holds what it holds taught at once:
+    nothing has read it or written to what teaches it before. Two places for three prompts: rows end, and are taken."""
+    prompts = [*prompts[:2], [*range(2, 100)]]
+    settings = Settings(decoder, NEW, nodes=20, gates=(0.02, 0.001, 0.5))
+
+    def found() -> tuple[list[RowResult], Tensor]:
+        matrix = SuccessorMatrix(target.vocab_size)
+        helper = drafter if settings.drafts else None
+        decoded = decode(target, helper, prompts, settings, matrix, engines=Engines(fixed=True), slots=2)
+        return decoded.rows, matrix.rows
+
+    at_once, waiting = found(), list[Callable[[], object]]()
+
+    def beside(self: Steps, key: object, step: Callable[[], object]) -> None:
+        assert not waiting
+        waiting.append(step)
+
+    def join(self: Steps) -> None:
+        while waiting:
+            waiting.pop()()
+
+    monkeypatch.setattr(Steps, "beside", beside)
+    monkeypatch.setattr(Steps, "join", join)
+    late = found()
+    assert late[0] == at_once[0] and torch.equal(late[1], at_once[1])
+    assert not waiting, "save waits too"
