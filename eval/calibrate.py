@@ -128,7 +128,7 @@ def measured_costs(
     for number, (prompts, row_ids) in enumerate([batches[0], *batches]):
         for name, stage in kinds:
             shut = tuple(float(gate == stage) for gate in range(gates))
-            forced = replace(settings, decoder=name, gates=shut, max_new_tokens=COST_TOKENS)
+            forced = replace(settings, decoder=name, gates=shut, max_new_tokens=COST_TOKENS, graft_fill="always")
             decoded = run(prompts, forced, matrix=matrix.copy() if name == "graft" else None, row_ids=row_ids)
             if number and decoded.rounds_total:
                 found[name, stage].append(1000 * decoded.decode_seconds / decoded.rounds_total)

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from eval.blocks import BlockDrafting
 from eval.drafters import Drafter, drafting_of
-from eval.drafting import EagleDrafting
+from eval.drafting import UNGATED, EagleDrafting
 from eval.matrix import WIDTH, SuccessorMatrix
 from eval.paths import Drawn
 from eval.proposing import Proposal, proposer
 from eval.rules import Rule, faults, guard, refuse, rule_of, verify
 from eval.settings import Settings
-from eval.tree import DraftTree
+from eval.tree import RETRIEVAL, DraftTree
 from eval.verify import Drafts, follow, walk
 from models.cache import KVCache
 from models.capture import Steps
@@ -231,7 +231,14 @@ class Engine:
         found = [_facts(row, said.shape[1]) for row in read]
         refuse([[] if over else fact.faults for fact, over in zip(found, done, strict=True)])
         self.proposer.hear([[] if over else fact.said for fact, over in zip(found, done, strict=True)])
+        self._account([fact for fact, over in zip(found, done, strict=True) if not over])
         return found
+
+    def _account(self, live: list[Facts]) -> None:
+        """Book what retrieval won in a round in which a gate freed places."""
+        if self.matrix is not None and any(fact.stage != UNGATED for fact in live):
+            said, retrieved = sum(len(f.said) for f in live), sum(f.sources.count(RETRIEVAL) for f in live)
+            self.matrix.filling = self.matrix.filling.after(said, retrieved)
 
     def _commit_waiting(self, clock: Clock) -> None:
         """Commit the round before this one, as wide as its longest path: a last round is never committed."""

@@ -83,8 +83,13 @@ class Bench:
         return self.decode(self.target, drafter, prompts, settings, matrix=matrix, row_ids=row_ids, slots=slots)
 
     def matrix_of(self, entry: Entry) -> SuccessorMatrix | None:
-        """The matrix in the state that the entry asks for: fresh, or what earlier prompts have left."""
-        return new_matrix(self.target) if entry.matrix == "cold" else self.matrices.get(entry.label)
+        """The matrix in the state that the entry asks for: what earlier prompts have left, or a fresh one, which keeps
+        of them whether retrieval paid."""
+        if entry.matrix == "cold":
+            before, fresh = self.matrices.get(entry.label), new_matrix(self.target)
+            fresh.filling = fresh.filling if before is None else before.filling
+            self.matrices[entry.label] = fresh
+        return self.matrices.get(entry.label)
 
 
 def evaluate(

@@ -10,6 +10,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from eval.filling import Filling
 from eval.tree import RETRIEVAL, DraftTree
 
 WIDTH = 8  # successors a token
@@ -32,20 +33,23 @@ MAX_DEPTH = 9
 
 
 class SuccessorMatrix:
-    """Row t holds the target's latest top-8 guesses for what follows token t; -1 where nothing was seen yet."""
+    """Row t holds the target's latest top-8 guesses for what follows token t; -1 where nothing was seen yet. `filling`
+    is what `graft` has found out about it: whether it pays to retrieve."""
 
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
         # one row more than the vocabulary: writes that lose a tie land there
         self.rows = torch.full((vocab_size + 1, WIDTH), -1, dtype=torch.int64, device=device)
         self._owner = torch.full((vocab_size + 1,), -1, dtype=torch.int64, device=device)
+        self.filling = Filling()
 
     def copy(self) -> "SuccessorMatrix":
         other = SuccessorMatrix(len(self.rows) - 1, self.rows.device)
-        other.rows.copy_(self.rows)
+        other.assign(self)
         return other
 
     def assign(self, other: "SuccessorMatrix | None") -> None:
         """Hold what another one holds; nothing, without one."""
+        self.filling = Filling() if other is None else other.filling
         if other is None:
             self.rows.fill_(-1)
         else:

@@ -71,6 +71,7 @@ def settings_of(decoder: str, e: EvalConfig, **changes: Any) -> Settings:
         branch=1 if line else e.branch,
         nodes=depth if line else e.nodes,
         gates=(e.flex_threshold,) if decoder == "flex" else tuple(e.gates) or PUBLISHED_GATES,
+        graft_fill=e.graft_fill,
         parallel=decoder in PARALLEL and e.flex_mode == "parallel",
         **policy,
     )
@@ -161,7 +162,7 @@ def asked(recipe: Recipe) -> dict[str, Any]:
     """What of the recipe shapes the table beside the tuner's choice: a change of it asks for new tuning."""
     e = recipe.eval
     names = [recipe.decoder] if recipe.decoder else list(e.decoders)
-    shape = {"nodes": e.nodes, "depth": e.depth, "branch": e.branch, "gates": list(e.gates)}
+    shape = {"nodes": e.nodes, "depth": e.depth, "branch": e.branch, "gates": list(e.gates), "graft_fill": e.graft_fill}
     rule = {key: getattr(e, key) for key in POLICY}
     flex = {"flex_mode": e.flex_mode, "flex_threshold": e.flex_threshold}
     return {"decoders": names, "chain_length": e.chain_length, **shape, **rule, **flex}
@@ -208,6 +209,8 @@ def describe(settings: Settings) -> str:
     shape = f"{settings.nodes} nodes, depth {settings.depth}, top-{settings.branch}"
     if settings.decoder in GATED:
         shape += ", gates " + "/".join(f"{gate:g}" for gate in settings.gates)
+    if settings.remembers and settings.graft_fill == "always":
+        shape += ", always filled"
     if settings.parallel:
         shape += ", drafted in parallel"
     return shape

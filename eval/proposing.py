@@ -122,7 +122,8 @@ class Drafted(Proposer):
 
 
 class Grafted(Drafted):
-    """`graft`: what the gates left of the draft, and retrieved nodes in the places that they freed."""
+    """`graft`: what the gates left of the draft, and retrieved nodes in the places that they freed. A departure of
+    ours, unless settings.graft_fill says always: while these do not pay (`eval.filling`) the places stay empty."""
 
     def __init__(
         self, settings: Settings, roots_B: Tensor, fixed: bool, drafting: EagleDrafting, matrix: SuccessorMatrix
@@ -136,11 +137,14 @@ class Grafted(Drafted):
         self.wanted = torch.tensor(wanted, dtype=torch.bool, device=device)  # [stages, R]
         self.template = self.shape.flat if self.shape.paths else None
         zeros = torch.zeros(len(roots_B), 1 + nodes, dtype=torch.int64, device=device)
+        self.none = torch.zeros_like(roots_B)  # merged, where nothing was filled; `merged` holds what fills found
         depth = max(settings.depth, len(self.shape.levels))
         self.tree = DraftTree(zeros, zeros.clone(), zeros.float(), zeros.clone(), zeros.bool(), depth)
 
     def propose(self, steps: Steps, clock: Laps) -> Proposal:
         pruned = super().propose(steps, clock)
+        if self.settings.graft_fill != "always" and not self.matrix.filling.pays:
+            return replace(pruned, tree=pruned.tree if self.fixed else compact(pruned.tree), merged=self.none)
         tree = steps.run(("graft", pruned.place), lambda: self.fill(pruned.tree, pruned.stage))
         clock.lap("retrieve")
         return Proposal(tree, self.stage, self.merged)

@@ -35,6 +35,7 @@ class Settings:
     paths: int = 1
     draft_temperature: float = 0.0
     draft_top_p: float = 1.0
+    graft_fill: str = "auto"  # of `graft` and `splice`: freed places are filled where that pays (eval.filling) | always
     parallel: bool = False  # of a drafter of lines: the next block is drafted while this one is verified
 
     @property

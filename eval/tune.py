@@ -25,6 +25,7 @@ from data_prep.prompts import Prompt
 from eval import tunings
 from eval.decode import Decoded, decode_keeping, ready
 from eval.drafters import Drafter, fitted
+from eval.filling import Filling
 from eval.matrix import SuccessorMatrix
 from eval.memory import by_halving
 from eval.outcome import check_prompts, encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
@@ -241,6 +242,7 @@ def warm_matrix(
             return decode(target, drafter, warm, settings, matrix=matrix, row_ids=[*range(len(warm))], slots=slots)
 
         by_halving(len(warm), run)
+        matrix.filling = Filling()  # other settings win other tokens
     return matrix
 
 
@@ -251,7 +253,9 @@ def _runner(
 
     def run(trial: Trial, batch: list[list[int]], row_ids: list[int], again: bool) -> Decoded:
         if again and trial.matrix is not None:
+            filling = trial.matrix.filling
             trial.matrix.assign(base)
+            trial.matrix.filling = filling  # it holds nothing of their text
         helper = drafter if trial.settings.drafts else None
         once = partial(decode, target, helper, batch, trial.settings, matrix=trial.matrix, row_ids=row_ids)
         return ready(once, trial.matrix)

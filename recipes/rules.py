@@ -31,6 +31,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "eagle.init_vocab": ("keep", "replace"),
     "flex.loss": ("soft", "hard"),
     "flex.parametrisation": ("full", "lora", "layers"),
+    "eval.graft_fill": ("auto", "always"),
     "eval.flex_mode": ("auto", "parallel", "sequential"),
     "eagle.objective": OBJECTIVES,
     "eagle.normaliser": NORMALISERS,

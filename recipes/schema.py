@@ -154,6 +154,7 @@ class EvalConfig:
     branch: int = 10  # children a node, and frontier nodes a level (EAGLE's top-k)
     nodes: int = 60  # candidates, root not counted
     gates: list[float] = field(default_factory=list)  # after draft depths 1, 2, 6; empty = calibrated, else published
+    graft_fill: str = "auto"  # freed places are filled while retrieval wins enough tokens | always, as published
     matrix: str = "warm-5"  # cold | carried | warm-N | FILE.safetensors, which eval.calibrate writes
     flex_mode: str = "auto"  # sequential | parallel = drafts the next block in the verification | auto = as tuned
     flex_threshold: float = 0.01  # of `flex`: drafts are verified until their probabilities' product falls below it

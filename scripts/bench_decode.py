@@ -47,8 +47,8 @@ DECODERS = {
     "chain": Settings("chain", depth=7),
     "eagle": Settings("eagle"),
     "graft": Settings("graft", gates=(0.0, 0.0, 0.0)),  # drafts to the end: the dearest round
-    "graft-stopped": Settings("graft", gates=(1.0, 1.0, 1.0)),  # stops at once: all retrieval
-    "splice-stopped": Settings("splice", gates=(1.0, 1.0, 1.0)),
+    "graft-stopped": Settings("graft", gates=(1.0, 1.0, 1.0), graft_fill="always"),  # stops at once: all retrieval
+    "splice-stopped": Settings("splice", gates=(1.0, 1.0, 1.0), graft_fill="always"),
 }
 BLOCKS = {  # of FlexDraft: every draft of a block is verified, with a group of masks behind each
     "flex": Settings("flex", depth=15, branch=1, nodes=15, gates=(0.0,)),
