@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from eval import proposing
+from eval import harness, proposing
 from eval.decode import Decoded, decode
 from eval.engine import Clock, Engines
 from eval.filling import LONGEST, WINDOW, WORTH, Filling
@@ -19,6 +19,7 @@ from eval.tree import FIELDS, RETRIEVAL
 from models.capture import Steps
 from models.eagle3 import Eagle3
 from models.target import Target
+from tests.eval.fakes import FakeDecode, FakeTarget, fake_drafter, fake_prompts, fake_recipe
 from tests.eval.test_drafting import Scene
 from tests.tiny import tiny_drafter
 
@@ -181,3 +182,20 @@ def test_where_it_hits_every_round_is_filled(
     found, filled = watched(target, drafter, prompts, GRAFT, False)
     assert [row.tokens for row in found.rows] == plain
     assert len(filled) > WINDOW and all(filled)
+
+
+def test_a_cold_matrix_knows_of_earlier_prompts_whether_retrieval_paid() -> None:
+    """And nothing else: the measured prompts find it empty, in whatever order the decoders take turns."""
+    found: list[tuple[int, int]] = []
+
+    class Booking(FakeDecode):
+        def __call__(self, *given: Any, **named: Any) -> Decoded:
+            if (matrix := named["matrix"]) is not None:
+                found.append((matrix.filled, matrix.filling.rounds))
+                matrix.filling = matrix.filling.after(2, 1)
+                matrix.rows[5] = 1
+            return super().__call__(*given, **named)
+
+    recipe = fake_recipe(decoders=["ar", "graft"], matrix="cold")
+    harness.evaluate(recipe, cast(Target, FakeTarget()), fake_drafter(), fake_prompts(3), decode=Booking())
+    assert found == [(0, 0), (0, 0), (0, 1), (0, 2)]  # the first warms up
