@@ -4,10 +4,18 @@ One softmax over both parts, by their log-sum-exp. Query heads that share a key 
 N query heads, K key-value heads, n slots, D head size, I diagonals.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from models.kernels import HEAD_SIZES
+
+
+def stacked(parts_KnD: Sequence[Tensor]) -> Tensor:
+    """[I, K, n, D]. A slot's heads lie side by side, as the layers lay them: turned around, copies take five times as
+    long."""
+    return torch.stack([part.transpose(0, 1) for part in parts_KnD]).transpose(1, 2)
 
 
 def merge(

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from models.attention import Documents, Heads, attend
 from models.cache import KVCache
 from models.capture import in_place
-from models.eagle3_layer import Layer, RMSNorm, Said, Through, picked
+from models.eagle3_layer import Layer, RMSNorm, Said, Through, kept, picked
 from models.kernels import kernels, serve
 from models.linear import Linear, linear
 from models.target import Target
@@ -198,7 +198,7 @@ class Eagle3(nn.Module):
             now, at = None if asking is None else asking[i], documents.positions_T
             if now is not None and i > 0:
                 state, at = picked(state, now.kept_n, 0), picked(at, now.index_n, 0)
-                made = [*made[:1], *((picked(k, now.kept_n, 1), picked(v, now.kept_n, 1)) for k, v in made[1:])]
+                made = [*made[:1], *((kept(k, now.kept_n), kept(v, now.kept_n)) for k, v in made[1:])]
             rope = self._rope_at((at + i).unsqueeze(0), state.dtype)
             inputs = (state, said[i], rope, made, documents, now, not recompute)
             if recompute:

@@ -24,6 +24,11 @@ def picked(x: Tensor, index_n: Tensor | None, axis: int) -> Tensor:
     return x if index_n is None else x.index_select(axis, index_n)
 
 
+def kept(x_KTD: Tensor, index_n: Tensor | None) -> Tensor:
+    """[K, n, D]; a slot's heads lie side by side, as they did."""
+    return picked(x_KTD.transpose(0, 1), index_n, 0).transpose(0, 1)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

@@ -93,7 +93,7 @@ def _merge(
     most = tl.load(lse + n.to(tl.int64) * T + slot, mask=inside, other=0.0)
     mass = tl.full([HEADS], 1.0, tl.float32)
     for i in range(diagonals):
-        own = ((i * K + k) * T + slot) * D + d
+        own = ((i * T + slot) * K + k) * D + d
         score = tl.sum(query * tl.load(keys + own).to(tl.float32)[None, :], 1) * scale
         peak = tl.maximum(most, score)
         fade, share = tl.exp(most - peak), tl.exp(score - peak)
@@ -121,7 +121,7 @@ def _merge_back(
     total = tl.load(lse + n.to(tl.int64) * T + slot, mask=inside, other=0.0)
     whole = tl.sum(da * mixed, 1)
     for i in range(diagonals):
-        own = ((i * K + k) * T + slot) * D + d
+        own = ((i * T + slot) * K + k) * D + d
         key, value = tl.load(keys + own).to(tl.float32), tl.load(values + own).to(tl.float32)
         weight = tl.exp(tl.sum(query * key[None, :], 1) * scale - total)
         weight = tl.where(inside, weight, 0.0)
@@ -180,9 +180,9 @@ def rotate(x_NTD: Tensor, cos_TD: Tensor, sin_TD: Tensor, sign: int) -> Tensor:
 
 
 def merge(q_NTD: Tensor, out_NTD: Tensor, lse_NT: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """As models.diagonals.merge; keys and values [I, K, T, D]."""
-    q, causal = _rows_whole(q_NTD), _rows_whole(out_NTD)
-    (N, T, D), (count, K) = q.shape, keys.shape[:2]
+    """As models.diagonals.merge; keys and values [I, K, T, D], a slot's heads side by side."""
+    q, causal, keys, values = _rows_whole(q_NTD), _rows_whole(out_NTD), _slots_whole(keys), _slots_whole(values)
+    (N, T, D), (count, _, K) = q.shape, keys.shape[:3]
     out, total = torch.empty_like(causal), torch.empty(N, T, dtype=torch.float32, device=q.device)
     _merge[(T, K)](
         q, causal, lse_NT.contiguous(), keys, values, out, total, D**-0.5, T, count,
@@ -197,14 +197,20 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As models.diagonals.gradients."""
     grad, q, out, causal = (_rows_whole(t) for t in (grad_NTD, q_NTD, out_NTD, dq_NTD))
-    (N, T, D), (count, K) = q.shape, keys.shape[:2]
+    keys, values = _slots_whole(keys), _slots_whole(values)
+    (N, T, D), (count, _, K) = q.shape, keys.shape[:3]
     dq, dkeys, dvalues = torch.empty_like(causal), torch.empty_like(keys), torch.empty_like(values)
     strides = [s for t in (grad, q, out, causal, dq) for s in t.stride()[:2]]
     _merge_back[(T, K)](
         grad, q, out, lse_NT.contiguous(), keys, values, causal, dq, dkeys, dvalues, D**-0.5, T, count, *strides,
         K, N // K, triton.next_power_of_2(N // K), D, num_warps=1,
     )  # fmt: skip
-    return dq, dkeys, dvalues
+    return dq, dkeys.transpose(1, 2), dvalues.transpose(1, 2)
+
+
+def _slots_whole(x_IKTD: Tensor) -> Tensor:
+    """[I, T, K, D], which is how models.diagonals.stacked lays them."""
+    return x_IKTD.transpose(1, 2).contiguous()
 
 
 def _rows_whole(x: Tensor) -> Tensor:

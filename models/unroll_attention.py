@@ -211,7 +211,7 @@ class _CausalPlusDiagonals(torch.autograd.Function):
         asking = Asking(None, documents, None, None, None) if asking is None else asking
         out, lse, rng = _causal_forward(q, k, v, documents, asking)
         if flat:
-            out, lse = diagonals.merge(q, out, lse, torch.stack(flat[::2]), torch.stack(flat[1::2]))
+            out, lse = diagonals.merge(q, out, lse, diagonals.stacked(flat[::2]), diagonals.stacked(flat[1::2]))
         ctx.save_for_backward(q, k, v, out, lse, *rng, *flat)
         ctx.documents, ctx.asking, ctx.rng_count = documents, asking, len(rng)
         return out
@@ -224,7 +224,7 @@ class _CausalPlusDiagonals(torch.autograd.Function):
         dq, dk, dv = _causal_backward([grad, q, out, lse], k, v, rng, ctx.documents, ctx.asking)
         if not flat:
             return None, None, dq, dk, dv
-        keys, values = torch.stack(flat[::2]), torch.stack(flat[1::2])
+        keys, values = diagonals.stacked(flat[::2]), diagonals.stacked(flat[1::2])
         dq, dkeys, dvalues = diagonals.gradients(grad, q, out, lse, keys, values, dq)
         return None, None, dq, dk, dv, *(t for pair in zip(dkeys, dvalues, strict=True) for t in pair)
 
