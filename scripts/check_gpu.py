@@ -16,8 +16,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from eval.decode import decode
+from eval.decode import RowResult, decode
 from eval.engine import Engines
+from eval.filling import Filling
+from eval.matrix import SuccessorMatrix
 from eval.rules import TABLE, Rule, faults, verify
 from eval.settings import Settings
 from eval.tree import FIELDS, DraftTree
@@ -73,14 +75,24 @@ def drafter_steps_alike(target: Target) -> bool:
 
 def captured_decoding_says_the_same(plain: Target, target: Target, decoder: str, temperature: float) -> bool:
     """As the plain layers do, uncaptured, three times: as it stands, recorded, replayed; with batches of another size
-    in between, since what one engine recorded must outlive the next; and with prompts that wait for a place."""
+    in between, since what one engine recorded must outlive the next; and with prompts that wait for a place. Graft's
+    freed places are empty at first. Nothing but order could make two runs teach a matrix differently."""
     drafter = tiny_drafter(target, noise=0.0).cuda()
     prompts = [[5, 9, 3], [7] * 40, [11, 12]]
     settings = Settings(decoder, NEW, depth=4, branch=4, nodes=20, gates=(0.3, 0.1, 0.5), temperature=temperature)
     engines, batches = Engines(), ((prompts, 3), (prompts[:1], 1), (prompts * 3, 3))
-    meant = [decode(plain, drafter, b, settings, slots=s, engines=Engines(fixed=False)).rows for b, s in batches]
-    found = [[decode(target, drafter, b, settings, slots=s, engines=engines).rows for b, s in batches] for _ in "123"]
-    return all(rows == meant for rows in found)
+
+    def run(
+        model: Target, batch: list[list[int]], slots: int, engines: Engines
+    ) -> tuple[list[RowResult], torch.Tensor]:
+        matrix = SuccessorMatrix(model.vocab_size, model.device)
+        matrix.filling = Filling(rest=6)
+        return decode(model, drafter, batch, settings, matrix, slots=slots, engines=engines).rows, matrix.rows
+
+    meant = [run(plain, b, s, Engines(fixed=False))[0] for b, s in batches]
+    found = [[run(target, b, s, engines) for b, s in batches] for _ in "123"]
+    taught = [[matrix for _, matrix in each] for each in found[1:]]
+    return all([rows for rows, _ in each] == meant for each in found) and all(map(torch.equal, *taught))
 
 
 def waits_of_a_round(target: Target, decoder: str) -> int:
