@@ -11,7 +11,6 @@ because nothing draws from it: row order is a function of (seed, epoch), and no 
 """
 
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -108,9 +107,6 @@ class Store:
 
     def point(self, pointer: str, step: int) -> None:
         write_text(self.folder / pointer, f"step-{step}\n")
-        handle = os.open(self.folder, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
 
     def record(self, state: State) -> None:
         """Scores measured after a checkpoint was saved go into it, and `best` follows."""

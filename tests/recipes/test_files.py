@@ -52,6 +52,30 @@ def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path, monkeypatch:
     assert [p.name for p in tmp_path.iterdir()] == ["f"] and (tmp_path / "f").read_text() == "old"
 
 
+def test_a_power_cut_leaves_no_name_without_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a file or folder holds is on the disk before it has its name, and the name before anything goes on."""
+    events, rename = list[str](), Path.replace
+
+    def named(path: Path) -> str:
+        return "aside" if path.name.startswith(".") else path.name
+
+    def noted(path: Path) -> None:
+        events.append(f"flush {named(path)}")
+
+    def renamed(self: Path, target: Path) -> None:
+        events.append(f"{named(self)} to {target.name}")
+        rename(self, target)
+
+    monkeypatch.setattr("recipes.files.flush", noted)
+    monkeypatch.setattr(Path, "replace", renamed)
+    write_text(tmp_path / "latest", "step-3")
+    assert events == ["flush aside", "aside to latest", f"flush {tmp_path.name}"]
+    events.clear()
+    with whole_folder(tmp_path / "step-3") as aside:
+        (aside / "model").write_text("weights")
+    assert events == ["flush model", "flush aside", "aside to step-3", f"flush {tmp_path.name}"]
+
+
 def test_the_nearest_name_is_near(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text("")
     assert near_names(tmp_path / "brokn.jsonl") == " Did you mean 'broken.jsonl'?"
