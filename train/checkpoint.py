@@ -114,8 +114,12 @@ class Store:
         """Scores measured after a checkpoint was saved go into it, and `best` follows."""
         step = state.cursor.step
         write_text(self.path(step) / "state.json", json.dumps(asdict(state), indent=1) + "\n")
+        self.follow(state)
+
+    def follow(self, state: State) -> None:
+        """`best` is the checkpoint with the best score, without any the newest."""
         best = state.best()
-        self.point("best", step if best is None else best)
+        self.point("best", state.cursor.step if best is None else best)
 
     def state(self, step: int) -> State:
         file = self.path(step) / "state.json"

@@ -101,7 +101,7 @@ def test_what_stopped_a_run_is_kept_and_shown_by_the_line_that_the_message_gives
         tiny_run.recipe(), tiny_run.objective(target), tiny_run.rows(), tiny_run.accelerator(), tmp_path
     )
     rows = sorted(row for pack in loop.schedule.epoch(0)[2] for row in pack)
-    assert kept["step"] == 3 and kept["loss"] == "nan" and kept["grad_norm"] > 0
+    assert kept["step"] == 3 and kept["loss"] == "nan" and kept["grad_norm"] > 0 and kept["epoch"] == 0
     assert sorted(row for micro in kept["micro_batches"] for row in micro["rows"]) == rows
     first = kept["micro_batches"][0]
     assert f"{first['name']}/ids" in shown and f"{first['name']}/answer" in shown
