@@ -142,7 +142,10 @@ def train(recipe: Recipe, family: Family, folder: Path, source: Source, prompts:
         (missing,) = broadcast_object_list([layout.missing()])
         states.write(layout, missing, lambda: teacher, accelerator.process_index, ranks, together=teacher.sharded)
         accelerator.wait_for_everyone()
-        family.read_from(StoredTeacher(teacher, StateStore(layout)), objective)
+        store = StateStore(layout)
+        if main and store.unchecked:
+            print(store.unchecked, flush=True)
+        family.read_from(StoredTeacher(teacher, store), objective)
     loop = Loop(recipe, objective, prepared.train, accelerator, folder)
 
     def score(trained: Any) -> float | None:
