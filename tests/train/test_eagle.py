@@ -213,6 +213,19 @@ def test_dry_run_prints_cost_and_writes_nothing(
     assert not (tmp_path / "none").exists()
 
 
+def test_a_draft_vocabulary_above_the_targets_is_told_and_counted_as_the_targets(
+    arguments: list[str], tmp_path: Path, target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for size in (target.vocab_size, target.vocab_size + 1):
+        main(recipe(arguments, tmp_path / "none", "dry_run=true", f"eagle.draft_vocab={size}"))
+        said.append(capsys.readouterr().out)
+    assert "the drafter will have them all" not in said[0]
+    assert f"draft_vocab={target.vocab_size + 1}: the target has {target.vocab_size} tokens, and the drafter" in said[1]
+    counted = [next(line for line in text.splitlines() if "trained parameters" in line) for text in said]
+    assert counted[0] == counted[1]
+
+
 @pytest.mark.parametrize(
     "on", [(), ("fc_norm", "qk_norm"), ("norm_before_fc",), ("norm_output", "norm_before_residual")]
 )
