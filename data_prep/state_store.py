@@ -73,7 +73,7 @@ class Stored(NamedTuple):
         crc = 0
         for tensor in self:
             if tensor is not None:
-                crc = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy(), crc)
+                crc = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data, crc)
         return crc
 
     def pinned(self) -> "Stored":
