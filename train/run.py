@@ -48,7 +48,7 @@ from recipes.files import (
 from recipes.loading import save
 from recipes.schema import Recipe, UserError
 from train.backend import fill, make_accelerator, shards_target
-from train.checkpoint import ROWS, STEP, TEACHER, State, Store, refuse_other_run, run_identity
+from train.checkpoint import ROWS, STEP, TEACHER, State, Store, refuse_change, refuse_other_run, run_identity
 from train.features import StoredTeacher
 from train.loop import Loop
 from train.objective import Objective
@@ -116,7 +116,7 @@ def main(recipe: Recipe, family: Family) -> None:
         )
         return
     with output_folder(folder), alone(folder):
-        if not finished(folder, family.title):
+        if not finished(recipe, family, folder, source):
             train(recipe, family, folder, source, prompts)
 
 
@@ -234,9 +234,13 @@ def _version(package: str) -> str:
 
 
 def identify(recipe: Recipe, family: Family, source: Source, prepared: Prepared) -> dict[str, str]:
-    prepared_hashes = {"data.hash": str(prepared.report["hash"]), "vocabulary.hash": prepared.vocab.hash()}
-    prepared_hashes[ROWS] = prepared.train.hash()  # the target may have written them again, elsewhere, in other words
-    return run_identity(recipe, family.part, **hashes(source), **family.hashes(recipe), **prepared_hashes)
+    made = data_hashes(prepared) | {"vocabulary.hash": prepared.vocab.hash()}
+    return run_identity(recipe, family.part, **hashes(source), **family.hashes(recipe), **made)
+
+
+def data_hashes(prepared: Prepared) -> dict[str, str]:
+    """Of what the rows were made from, and of themselves: the target may have written them again, in other words."""
+    return {"data.hash": str(prepared.report["hash"]), ROWS: prepared.train.hash()}
 
 
 def load_best(store: Store, trained: Any) -> None:
@@ -343,19 +347,23 @@ def show(folder: Path, summary: dict[str, Any], family: str) -> None:
     Console().print(table)
 
 
-def finished(folder: Path, family: str) -> bool:
-    """Whether the run in the folder is complete; if so say so."""
+def finished(recipe: Recipe, family: Family, folder: Path, source: Source) -> bool:
+    """Whether the run in the folder is complete; if so say so. UserError where its data have become others."""
     path = folder / "summary.json"
     if not path.is_file():
         return False
     summary = read_json(path, "run folder (delete the file to redo the evaluation)")
     if rank() == 0:
+        prepared, seen = states.prepared_already(recipe, source), "none are prepared for the sources as they are now"
+        if prepared is not None:
+            now, seen = data_hashes(prepared), "they are the same"
+            refuse_change({k: v for k, v in summary["identity"].items() if k in now}, now, folder)
         print(
-            f"this run is finished: {summary['steps']} steps (its data were not looked at again). "
+            f"this run is finished: {summary['steps']} steps (its data: {seen}). "
             f"For another, give run_dir=DIR or remove {folder}",
             flush=True,
         )
-        show(folder, summary, family)
+        show(folder, summary, family.title)
     return True
 
 

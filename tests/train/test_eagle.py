@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from data_prep.run import main as prepare_data
 from models.eagle3 import Eagle3, Eagle3Config
 from models.layouts import load_drafter
 from models.target import Target
@@ -90,8 +91,25 @@ def test_the_same_command_again_says_that_the_run_is_finished(
 ) -> None:
     before = (run_dir / "metrics.jsonl").read_bytes()
     main(recipe(arguments, run_dir))
-    assert "this run is finished" in capsys.readouterr().out
+    assert "this run is finished: 4 steps (its data: they are the same)" in capsys.readouterr().out
     assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_whose_data_have_changed_is_not_passed_off_as_this_one(
+    arguments: list[str], run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = recipe(arguments, run_dir)
+    source = Path(asked.data.sources["mine"].path)
+    text = source.read_text()
+    source.write_text("".join(text.splitlines(keepends=True)[:-1]))
+    try:
+        main(asked)
+        assert "its data: none are prepared for the sources as they are now" in capsys.readouterr().out
+        prepare_data(asked)
+        with pytest.raises(UserError, match=r"data\.hash: was \w+, now \w+\n  data\.rows: was"):
+            main(asked)
+    finally:
+        source.write_text(text)
 
 
 def test_a_changed_recipe_is_refused_before_and_after_the_end(arguments: list[str], run_dir: Path) -> None:
