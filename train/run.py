@@ -205,6 +205,8 @@ def begin(recipe: Recipe, folder: Path, source: Source, prepared: Prepared, iden
     save(recipe, folder / "recipe.yaml")
     write_json(folder / "provenance.json", provenance(recipe, source, prepared, identity))
     link = folder / "data"
+    if link.is_symlink() and link.resolve() != prepared.folder.resolve():
+        link.unlink()  # data.cache may be another than it was
     if not link.is_symlink() and not link.exists():
         try:
             link.symlink_to(prepared.folder.resolve(), target_is_directory=True)

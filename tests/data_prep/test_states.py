@@ -337,6 +337,8 @@ def test_the_command_writes_its_share_and_a_dry_run_knows_the_size(
         shutil.rmtree(shard)
     with pytest.raises(UserError, match="but 100 are free there"):
         states.main(replace(recipe, dry_run=True))
+    with pytest.raises(UserError, match=r"train\.precision=fast is timed by each process.*Give train\.precision=bf16"):
+        states.main(replace(recipe, train=replace(recipe.train, precision="fast")))
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(UserError, match="RANK=2 and WORLD_SIZE=2 name no process"):
         states.main(recipe)

@@ -1,6 +1,7 @@
 """What a run that goes on keeps of its beginning, whatever the machine it goes on with would have chosen."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -28,17 +29,17 @@ eval: {decoders: [ar], lossless: -1, each_epoch: false}
     return written(tmp_path_factory.mktemp("files"), model_folder, 24, 2, changes)
 
 
-class Killed(Loop):
-    """After the checkpoint of step 2."""
+def begin(
+    arguments: list[str], run_dir: Path, monkeypatch: pytest.MonkeyPatch, faster: torch.dtype, upto: int = 2
+) -> None:
+    """The first steps, on a machine that is faster in a dtype."""
 
-    def _save(self) -> None:
-        super()._save()
-        if self.state.cursor.step == 2:
-            raise Stop
+    class Killed(Loop):
+        def _save(self) -> None:
+            super()._save()
+            if self.state.cursor.step == upto:
+                raise Stop
 
-
-def begin(arguments: list[str], run_dir: Path, monkeypatch: pytest.MonkeyPatch, faster: torch.dtype) -> None:
-    """The first two steps, on a machine that is faster in a dtype."""
     with monkeypatch.context() as there:
         there.setattr("data_prep.probe.generation_dtype", lambda setting, device: faster)
         there.setattr("train.run.Loop", Killed)
@@ -87,6 +88,9 @@ def test_rows_that_were_made_again_and_came_out_otherwise_are_refused(
     """The cache may have been emptied, and another device writes other answers to the same questions."""
     cache = f"data.cache={tmp_path / 'cache'}"
     begin([*arguments, cache], tmp_path / "run", monkeypatch, torch.float32)
+    moved = [*arguments, f"data.cache={shutil.copytree(tmp_path / 'cache', tmp_path / 'moved')}"]
+    begin(moved, tmp_path / "run", monkeypatch, torch.float32, upto=4)
+    assert (tmp_path / "run" / "data").resolve().is_relative_to(tmp_path / "moved")
     (file,) = tmp_path.glob("cache/rows-*/train/rows.safetensors")
     tensors = load_file(file)
     tensors["ids"][5] += 1
