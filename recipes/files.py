@@ -1,6 +1,7 @@
 """Files that are either whole or absent: every write goes aside first and is renamed into place."""
 
 import contextlib
+import errno
 import fcntl
 import glob
 import hashlib
@@ -47,12 +48,16 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have the disk hold a file's content, or a folder's names."""
-    handle = os.open(path, os.O_RDONLY)
+    """Have the disk hold a file's content, or a folder's names, where its file system can be told to."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EACCES) or not path.is_dir():  # network folders; write-only ones
+            raise
 
 
 def write_text(path: Path, text: str) -> None:

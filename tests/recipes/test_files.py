@@ -1,6 +1,8 @@
 """Folders: found writable before any work, and gone again when the work left nothing in them."""
 
+import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,21 @@ def test_a_power_cut_leaves_no_name_without_its_content(tmp_path: Path, monkeypa
     with whole_folder(tmp_path / "step-3") as aside:
         (aside / "model").write_text("weights")
     assert events == ["flush model", "flush aside", "aside to step-3", f"flush {tmp_path.name}"]
+
+
+def test_a_file_system_that_flushes_no_folders_is_written_to_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def files_alone(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", files_alone)
+    write_text(tmp_path / "latest", "step-3")
+    assert (tmp_path / "latest").read_text() == "step-3"
 
 
 def test_the_nearest_name_is_near(tmp_path: Path) -> None:
