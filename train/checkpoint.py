@@ -117,8 +117,10 @@ class Store:
         self.follow(state)
 
     def follow(self, state: State) -> None:
-        """`best` is the checkpoint with the best score, without any the newest."""
-        best = state.best()
+        """`best` is the checkpoint with the best score of those that are there (a damaged one was to be deleted), without
+        any the newest."""
+        there = {step: score for step, score in state.scores.items() if step in self.steps()}
+        best = State(scores=there).best()
         self.point("best", state.cursor.step if best is None else best)
 
     def state(self, step: int) -> State:

@@ -162,6 +162,7 @@ class Loop:
         epoch, share = self.state.cursor.epoch, shares[accelerator.process_index]
         with self.watch.timed("data", host=True):
             batches = [load_batch(self.rows, pack, epoch) for pack in share]
+        with self.watch.timed("data"):  # a GPU waits only where it has done all that it was given
             self.objective.arrive(share)
         with self.watch.timed("target"):
             inputs = [self.objective.prepare(batch) for batch in batches]

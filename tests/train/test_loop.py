@@ -1,6 +1,7 @@
 import json
 import math
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,9 @@ def test_best_follows_measured_tau_and_every_epoch_is_scored(target: Target, tmp
     assert loop.store.named("best") == steps[1]
     assert loop.store.named("latest") == steps[2]
     assert loop.store.steps() == steps[1:], "keep one besides best"
+    shutil.rmtree(loop.store.path(steps[1]))  # damaged: the message says to delete it
+    tiny_run.run(target, tmp_path, epochs=3, keep=1)
+    assert loop.store.named("best") == steps[2]
 
 
 def test_processes_that_do_not_see_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
