@@ -117,8 +117,8 @@ class Store:
         self.follow(state)
 
     def follow(self, state: State) -> None:
-        """`best` is the checkpoint with the best score of those that are there (a damaged one was to be deleted), without
-        any the newest."""
+        """`best` is the checkpoint with the best score of those that are there (damaged ones may have been deleted), or
+        the newest where none has a score."""
         there = {step: score for step, score in state.scores.items() if step in self.steps()}
         best = State(scores=there).best()
         self.point("best", state.cursor.step if best is None else best)
