@@ -1,5 +1,6 @@
 """Token rows on disk: ids and answer marks end to end in one safetensors file, one line of JSON a row beside it."""
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,13 @@ class Rows:
         """(ids int64 [T], answer int32 [T])"""
         part = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
         return self.ids[part].long(), self.answer[part].int()
+
+    def hash(self) -> str:
+        """Of their tokens and marks."""
+        digest = hashlib.sha256()
+        for tensor in (self.ids, self.answer, self.offsets):
+            digest.update(tensor.contiguous().numpy().data)
+        return digest.hexdigest()
 
     def subset(self, keep: Sequence[int]) -> "Rows":
         parts = [slice(int(self.offsets[i]), int(self.offsets[i + 1])) for i in keep]

@@ -9,13 +9,15 @@ absent, each for whole rows, end to end as in the rows themselves:
         scale  float32 [T, taps]      float8 only: what a token's tap was divided by
         final  bfloat16 [m, H]        final normed states of the positions that teach some slot (supervision.teaching)
         best   int32 [m], lse float32 [m]   the target's arg-max and log-sum-exp there, of its own, unrounded states
+        crc32  int64 [rows]   of each row's taps, scale, final, best and lse, compared on every read; stores that were
+                              written before there was one are read without
 
 T tokens, m teaching positions, H hidden, C = taps x H.
 """
 
-import hashlib
 import json
 import shutil
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,6 +41,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}  # of the taps, by
 SHARD_BYTES = 2**29  # at most, but for a row that is larger
 FEWEST = 16  # shards, where there are as many rows: several processes then have something to do
 HEADER = 1024  # bytes of a shard besides its tensors, about
+NAMES = ("taps", "scale", "final", "best", "lse")  # of a shard's tensors, as `Stored` has them
+CHECK = "crc32"
 WORDS = {
     "rows": "rows (the hash of their tokens and marks)",
     "target": "target (its fingerprint)",
@@ -58,6 +62,19 @@ class Stored(NamedTuple):
     final_mH: Tensor
     best_m: Tensor
     lse_m: Tensor
+
+    def part(self, tokens: slice, found: slice) -> "Stored":
+        """Some of the tokens, and of the positions that teach."""
+        scale = None if self.scale_TP is None else self.scale_TP[tokens]
+        return Stored(self.taps_TC[tokens], scale, self.final_mH[found], self.best_m[found], self.lse_m[found])
+
+    def checksum(self) -> int:
+        """At several GB/s, beside the training."""
+        crc = 0
+        for tensor in self:
+            if tensor is not None:
+                crc = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data, crc)
+        return crc
 
     def pinned(self) -> "Stored":
         """In memory that a GPU copies from while it computes."""
@@ -93,6 +110,15 @@ def stored(found: Features, states: str, taps: int) -> Stored:
     )
 
 
+def joined(parts: Sequence[Stored]) -> Stored:
+    """End to end."""
+    taps, scale, final, best, lse = (
+        None if of_all[0] is None else torch.cat(of_all) for of_all in zip(*parts, strict=True)
+    )
+    assert taps is not None and final is not None and best is not None and lse is not None
+    return Stored(taps, scale, final, best, lse)
+
+
 def tensor_bytes(tokens: int, teaching_tokens: int, hidden: int, taps: int, states: str) -> int:
     """What rows with so many tokens take, all shards' headers left out."""
     scale = 4 * taps if states == "fp8" else 0
@@ -113,12 +139,9 @@ class Layout:
 
     @cached_property
     def identity(self) -> dict[str, str]:
-        digest = hashlib.sha256()
-        for tensor in (self.rows.ids, self.rows.answer, self.rows.offsets):
-            digest.update(tensor.contiguous().numpy().data)
         return {
             "format": FORMAT,
-            "rows": digest.hexdigest()[:24],
+            "rows": self.rows.hash()[:24],
             "target": self.target,
             "taps": ",".join(map(str, self.taps)),
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -166,10 +189,20 @@ class Layout:
 
     def size(self, numbers: Sequence[int]) -> int:
         """Bytes on disk of these shards."""
-        return sum(HEADER + sum(self.sizes[row] for row in self.spans[n]) for n in numbers)
+        return sum(HEADER + sum(8 + self.sizes[row] for row in self.spans[n]) for n in numbers)
 
     def missing(self) -> list[int]:
         return [n for n in range(len(self.spans)) if not self.path(n).is_file()]
+
+    def place(self, row: int) -> tuple[slice, slice]:
+        """Where a row lies in its shard: its tokens, and its positions that teach."""
+        first = self.spans[self.shard_of[row]][0]
+        tokens, taught = (of[[row, row + 1]] - of[first] for of in (self.rows.offsets, self.taught))
+        return slice(*tokens.tolist()), slice(*taught.tolist())
+
+    @cached_property
+    def shard_of(self) -> list[int]:
+        return [number for number, span in enumerate(self.spans) for _ in span]
 
     def papers(self, number: int) -> dict[str, str]:
         """What a shard says of itself."""
@@ -180,10 +213,10 @@ def write_shard(layout: Layout, number: int, parts: Sequence[Stored]) -> None:
     """The states of the shard's rows, in order; whole or not at all."""
     rows, path = layout.rows, layout.path(number)
     span = layout.spans[number]
+    whole = joined(parts)
     tensors = {"ids": rows.ids[rows.offsets[span[0]] : rows.offsets[span[-1] + 1]].clone()}
-    for name, of_all in zip(("taps", "scale", "final", "best", "lse"), zip(*parts, strict=True), strict=True):
-        if of_all[0] is not None:
-            tensors[name] = torch.cat(of_all)
+    tensors |= {name: t for name, t in zip(NAMES, whole, strict=True) if t is not None}
+    tensors[CHECK] = torch.tensor([whole.part(*layout.place(row)).checksum() for row in span])
     try:
         with whole_folder(path.parent) as aside:
             save_file(tensors, aside / path.name, {KEY: json.dumps(layout.papers(number))})
@@ -217,29 +250,34 @@ class StateStore:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.files = [_open(layout, number) for number in range(len(layout.spans))]
-        self.shard_of = [number for number, span in enumerate(layout.spans) for _ in span]
+        # by shard, by row; None: written before there were any
+        self.checks = [f.get_tensor(CHECK).tolist() if CHECK in [*f.keys()] else None for f in self.files]
+
+    @property
+    def unchecked(self) -> str:
+        """A line about the shards that were written without checksums, if there are any."""
+        count = self.checks.count(None)
+        some = f"{count} of {len(self.checks)} shards in {self.layout.folder} were written without checksums: damage"
+        return f"states: {some} to them would not be noticed. Delete them to have them made again." if count else ""
 
     def read(self, pack: Sequence[int]) -> Stored:
         """The states of rows, end to end. UserError where a shard holds other tokens than the rows."""
-        parts = zip(*(self._row(row) for row in pack), strict=True)
-        taps, scale, final, best, lse = (None if of_all[0] is None else torch.cat(of_all) for of_all in parts)
-        assert taps is not None and final is not None and best is not None and lse is not None
-        return Stored(taps, scale, final, best, lse)
+        return joined([self._row(row) for row in pack])
 
     def _row(self, row: int) -> Stored:
-        layout, number = self.layout, self.shard_of[row]
-        rows, taught, first = layout.rows, layout.taught, layout.spans[number][0]
-        begins, teaches = rows.offsets[first], taught[first]
-        tokens = slice(int(rows.offsets[row] - begins), int(rows.offsets[row + 1] - begins))
-        found = slice(int(taught[row] - teaches), int(taught[row + 1] - teaches))
-        file = self.files[number]
+        layout, number = self.layout, self.layout.shard_of[row]
+        rows, file, (tokens, found) = layout.rows, self.files[number], layout.place(row)
         if not torch.equal(file.get_slice("ids")[tokens], rows.ids[rows.offsets[row] : rows.offsets[row + 1]]):
             raise UserError(f"{layout.path(number)}: row {row} has other token ids than the prepared rows. {MEND}")
         scale = file.get_slice("scale")[tokens] if layout.states == "fp8" else None
         final, best, lse = (file.get_slice(name)[found] for name in ("final", "best", "lse"))
         if not (lse.isfinite().all() and (best >= 0).all()):
             raise UserError(f"{layout.path(number)}: what it says of row {row} is no law of tokens: damaged. {MEND}")
-        return Stored(file.get_slice("taps")[tokens], scale, final, best, lse)
+        whole = Stored(file.get_slice("taps")[tokens], scale, final, best, lse)
+        checks = self.checks[number]
+        if checks is not None and whole.checksum() != checks[row - layout.spans[number][0]]:
+            raise UserError(f"{layout.path(number)}: row {row} is not what was written there (crc32): damaged. {MEND}")
+        return whole
 
 
 MEND = "Delete the shard's folder: the same command again makes what is missing."
@@ -266,6 +304,7 @@ def _open(layout: Layout, number: int) -> Any:
     shapes = {"ids": [T], "taps": [T, P * H], "final": [m, H], "best": [m], "lse": [m]}
     shapes |= {"scale": [T, P]} if layout.states == "fp8" else {}
     there = {name: file.get_slice(name).get_shape() for name in list(file.keys())}
+    shapes |= {CHECK: [len(span)]} if CHECK in there else {}
     if there != shapes:
         raise UserError(f"{path} holds {there}, not {shapes}. {MEND}")
     return file

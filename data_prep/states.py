@@ -178,6 +178,11 @@ def main(recipe: Recipe) -> None:
     if not 0 <= rank < ranks:
         raise UserError(f"RANK={rank} and WORLD_SIZE={ranks} name no process: RANK counts from 0 to WORLD_SIZE - 1")
     device = local_device(recipe.device)
+    if ranks > 1 and recipe.train.precision == "fast" and device.type == "cpu":
+        raise UserError(
+            "train.precision=fast is timed by each process for itself, and they may write states of different dtypes. "
+            "Give train.precision=bf16 or fp32, here and in training"
+        )
     bf16 = training_dtype(recipe, device) == torch.bfloat16
     dtype = forward_dtype(recipe, device, bf16)
     # several processes would each prepare the data

@@ -1,0 +1,3 @@
+from recipes import tell_interrupted_start
+
+tell_interrupted_start()

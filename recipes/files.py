@@ -1,6 +1,7 @@
 """Files that are either whole or absent: every write goes aside first and is renamed into place."""
 
 import contextlib
+import errno
 import fcntl
 import glob
 import hashlib
@@ -39,9 +40,24 @@ def write_bytes(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.write_bytes(content)
+        flush(temporary)  # else a power cut may leave the new name with nothing in it
         temporary.replace(path)
+        flush(path.parent)
     finally:
         temporary.unlink(missing_ok=True)  # of a write that was interrupted
+
+
+def flush(path: Path) -> None:
+    """Have the disk hold a file's content, or a folder's names, where its file system can be told to."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EACCES) or not path.is_dir():  # network folders; write-only ones
+            raise
 
 
 def write_text(path: Path, text: str) -> None:
@@ -132,10 +148,12 @@ def whole_folder(path: Path) -> Iterator[Path]:
             for file in aside.rglob("*"):
                 if file.is_file():
                     file.chmod(0o644)  # safetensors writes files that only their owner can read
-                    with file.open("rb") as handle:
-                        os.fsync(handle.fileno())
+                if not file.is_symlink():
+                    flush(file)
+            flush(aside)
             shutil.rmtree(path, ignore_errors=True)
             aside.replace(path)
+            flush(path.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

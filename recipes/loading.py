@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from recipes.files import write_text
 from recipes.rules import validate
 from recipes.schema import DataConfig, Recipe, SourceConfig, UserError, did_you_mean
 
@@ -82,10 +83,7 @@ def load(argv: list[str]) -> Recipe:
 
 def save(recipe: Recipe, path: Path) -> None:
     """Write the resolved tree as YAML that `load` reads back."""
-    text = OmegaConf.to_yaml(OmegaConf.structured(recipe))
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    write_text(path, OmegaConf.to_yaml(OmegaConf.structured(recipe)))
 
 
 def recipe_names() -> list[str]:

@@ -44,6 +44,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<s>' + m['role'] + '\n' + m['content'] + '</s>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
 )
+BACKENDS = sorted(path.stem for path in (ROOT / "recipes" / "accelerate").glob("*.yaml"))
 SHARD = 2**31  # elements of a file of weights, at most: 4 GiB
 
 
@@ -297,11 +298,24 @@ def hardware(device: torch.device) -> str:
     return f"CPU, {os.cpu_count()} cores"
 
 
-def bench(options: dict[str, str], work: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """What was measured, and which arms failed. One arm runs at a time."""
-    device = choose_device(options["device"])
+def counts_of(words: str, device: torch.device) -> list[int]:
+    """The wanted numbers of processes that this machine has a card, or a core, each for; UserError where it has for
+    none."""
     there = torch.cuda.device_count() if device.type == "cuda" else os.cpu_count() or 1
-    counts = [count for count in map(int, options["processes"].split(",")) if count <= there]
+    wrong = [word for word in words.split(",") if not (word.isdigit() and int(word))]
+    if wrong:
+        raise UserError(f"processes={words}: {wrong[0]!r} must be a whole number, 1 or more")
+    counts = [count for count in map(int, words.split(",")) if count <= there]
+    have = f"there are {there} {'GPUs' if device.type == 'cuda' else 'cores'} here"
+    if not counts:
+        raise UserError(f"processes={words}: {have}. Give numbers up to that.")
+    if more := [word for word in words.split(",") if int(word) > there]:
+        print(f"processes={','.join(more)} left out: {have}", flush=True)
+    return counts
+
+
+def bench(options: dict[str, str], counts: list[int], work: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """What was measured, and which arms failed. One arm runs at a time."""
     steps, results, failed = int(options["steps"]), [], []
     for name in options["shapes"].split(","):
         shape = SHAPES[name]
@@ -330,14 +344,16 @@ def main(argv: list[str]) -> None:
         "shapes": "smollm2,qwen3-8b" if gpu else "tiny", "backends": "ddp,zero2", "processes": "1,2,4", "tokens": "0",
         "steps": "30", "warm": "10", "every": "5", "work": "", "timeout": "150", "device": "auto", "out": "",
     }  # fmt: skip
-    options = words(argv, options, str(__doc__), {"shapes": [*SHAPES]}, "steps every timeout")
+    known = {"shapes": [*SHAPES], "backends": BACKENDS, "device": ("auto", "cpu", "cuda")}
+    options = words(argv, options, str(__doc__), known, "steps every timeout")
     if int(options["steps"]) < int(options["warm"]) + int(options["every"]):
         raise UserError("steps must be at least warm + every: else no line is left to take the median of")
-    card = hardware(choose_device(options["device"]))
+    device = choose_device(options["device"])
+    counts, card = counts_of(options["processes"], device), hardware(device)
     print(f"{card}, torch {torch.__version__}", flush=True)
     with contextlib.ExitStack() as stack:
         place = options["work"] or stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-scale-"))
-        results, failed = bench(options, Path(place).resolve())
+        results, failed = bench(options, counts, Path(place).resolve())
     show(results)
     if options["out"]:
         written = {"hardware": card, "torch": torch.__version__, **options, "failed": failed, "results": results}

@@ -8,10 +8,9 @@ The same command again goes on where the run folder stands.
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from any folder
-
-from torch import nn
 
 from data_prep.run import Prepared
 from eval.drafters import Drafter
@@ -66,7 +65,7 @@ class CalibratorFamily(FlexFamily):
         learning = Learning(recipe.flex, recipe.seed, bf16, kept_features(recipe))
         return CalibratorLoss(self.whole.eval(), teacher, learning), prepared
 
-    def drafter(self, trained: nn.Module) -> Drafter:
+    def drafter(self, trained: Any) -> Drafter:
         assert isinstance(trained, Calibrator)
         self.whole.calibrator = trained
         return self.whole

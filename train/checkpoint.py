@@ -11,7 +11,6 @@ because nothing draws from it: row order is a function of (seed, epoch), and no 
 """
 
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,8 +30,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 # number of ranks does: keep_features_mb=0)
 FREE = {"data.cache", "data.slots", "target.shard", "train.recompute"}
 FREE |= {f"train.{key}" for key in ("save_every", "keep", "log_every", "tracker", "keep_features_mb", "spike")}
+STEP, TEACHER, ROWS = "dtype of the step", "dtype of the teacher", "data.rows"
+RECORDED = {STEP, TEACHER, ROWS}  # runs that began before these were written down go on without
 # not in the recipe
-LATER = {"target.fingerprint", "target.template", "data.hash", "vocabulary.hash", "flexdraft.weights"}
+LATER = {"target.fingerprint", "target.template", "data.hash", "vocabulary.hash", "flexdraft.weights", *RECORDED}
 PARTS = ("target", "data", "train")
 
 Moments = dict[str, dict[str, Tensor]]  # exp_avg | exp_avg_sq -> parameter name -> fp32 tensor on the CPU
@@ -108,16 +109,19 @@ class Store:
 
     def point(self, pointer: str, step: int) -> None:
         write_text(self.folder / pointer, f"step-{step}\n")
-        handle = os.open(self.folder, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
 
     def record(self, state: State) -> None:
         """Scores measured after a checkpoint was saved go into it, and `best` follows."""
         step = state.cursor.step
         write_text(self.path(step) / "state.json", json.dumps(asdict(state), indent=1) + "\n")
-        best = state.best()
-        self.point("best", step if best is None else best)
+        self.follow(state)
+
+    def follow(self, state: State) -> None:
+        """`best` is the checkpoint with the best score of those that are there (damaged ones may have been deleted), or
+        the newest where none has a score."""
+        there = {step: score for step, score in state.scores.items() if step in self.steps()}
+        best = State(scores=there).best()
+        self.point("best", state.cursor.step if best is None else best)
 
     def state(self, step: int) -> State:
         file = self.path(step) / "state.json"
@@ -130,6 +134,11 @@ class Store:
             raise UserError(
                 f"damaged checkpoint, delete its folder: {file} lacks what it should hold: {error!r}"
             ) from error
+
+    def identity(self) -> dict[str, str]:
+        """What the run here was begun as; empty before its first checkpoint."""
+        step = self.latest()
+        return {} if step is None else self.state(step).identity
 
     def model(self, step: int) -> dict[str, Tensor]:
         return _read(self.path(step) / "model.safetensors")
@@ -148,6 +157,7 @@ class Store:
             return None
         state = self.state(step)
         refuse_change(state.identity, identity, self.folder.parent)
+        state.identity = identity  # of an older run, with what it lacks
         if self.vocab is not None:
             refuse_other_vocab(self.vocab, self.path(step) / "vocab.safetensors")
         return state
@@ -164,7 +174,7 @@ def run_identity(recipe: Recipe, family: str, **hashes: str) -> dict[str, str]:
 
 def refuse_change(old: dict[str, str], new: dict[str, str], run_dir: Path) -> None:
     """UserError with every difference, one a line."""
-    keys = sorted(old.keys() | new.keys())
+    keys = sorted(old.keys() | new.keys() - RECORDED)
     changed = [
         f"  {k}: was {old.get(k, '(absent)')}, now {new.get(k, '(absent)')}" for k in keys if old.get(k) != new.get(k)
     ]
@@ -179,14 +189,13 @@ def refuse_change(old: dict[str, str], new: dict[str, str], run_dir: Path) -> No
 def refuse_other_run(run_dir: Path, known: dict[str, str]) -> None:
     """UserError when the run in the folder, finished or not, differs from the one asked for in what is known of it
     before the target is fetched and the data are prepared."""
-    summary, store = run_dir / "summary.json", Store(run_dir)
+    summary = run_dir / "summary.json"
     if summary.is_file():
         stored = read_json(summary, "run folder (delete the file to redo the evaluation)")["identity"]
-    elif (step := store.latest()) is not None:
-        stored = store.state(step).identity
     else:
-        return
-    refuse_change({k: v for k, v in stored.items() if k in known or k not in LATER}, known, run_dir)
+        stored = Store(run_dir).identity()
+    if stored:
+        refuse_change({k: v for k, v in stored.items() if k in known or k not in LATER}, known, run_dir)
 
 
 def _flatten(prefix: str, value: Any) -> dict[str, str]:

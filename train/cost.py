@@ -30,7 +30,8 @@ def parameters(config: dict[str, Any], eagle: EagleConfig, taps: int) -> int:
     """Trained parameters of an Eagle3 for a target with this config."""
     hidden, heads, kv, head = _heads(config)
     attention = 2 * hidden * (heads + 2 * kv) * head + heads * head * hidden
-    vocab = eagle.draft_vocab or int(config["vocab_size"])
+    whole = int(config["vocab_size"])
+    vocab = min(eagle.draft_vocab or whole, whole)
     gains = (4 + taps * (eagle.fc_norm or eagle.norm_before_fc)) * hidden + 2 * head * eagle.qk_norm
     return hidden * (taps * hidden + 3 * int(config["intermediate_size"]) + vocab) + attention + gains
 

@@ -31,6 +31,10 @@ class EagleFamily(run.Family):
 
     def check(self, recipe: Recipe, source: Source | None) -> None:
         warm_start.check_start(recipe, source)
+        size, keeps = recipe.eagle.draft_vocab, recipe.eagle.init_from and recipe.eagle.init_vocab == "keep"
+        if source is not None and size > source.vocab_size and not keeps and run.rank() == 0:
+            whole = f"the target has {source.vocab_size:,} tokens, and the drafter will have them all"
+            print(f"eagle.draft_vocab={size}: {whole}", flush=True)
 
     def cost(self, recipe: Recipe, prompts: int) -> str:
         return training_cost(recipe, prompts)

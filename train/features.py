@@ -50,6 +50,9 @@ class Teacher:
     def ahead(self, packs: Sequence[Pack]) -> None:
         """The packs of rows of the next optimiser step: a teacher that reads from disk begins to."""
 
+    def arrive(self, packs: Sequence[Pack]) -> None:
+        """Wait until what is read from disk of these packs is there."""
+
     @torch.no_grad()
     def features(self, batch: Batch, teaches_T: Tensor, documents: Documents) -> Features:
         """`batch` and `teaches` (the positions that teach some slot) are on the host."""
@@ -83,6 +86,12 @@ class StoredTeacher(Teacher):
     def ahead(self, packs: Sequence[Pack]) -> None:
         """What was read and not asked for goes."""
         self.coming = {tuple(pack): self.thread.submit(self._read, pack) for pack in packs if pack}
+
+    def arrive(self, packs: Sequence[Pack]) -> None:
+        for pack in filter(None, packs):
+            if tuple(pack) not in self.coming:  # of a run's first step
+                self.coming[tuple(pack)] = self.thread.submit(self._read, pack)
+            self.coming[tuple(pack)].result()
 
     @torch.no_grad()
     def features(self, batch: Batch, teaches_T: Tensor, documents: Documents) -> Features:

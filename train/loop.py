@@ -53,6 +53,7 @@ class Latest:
     """The optimiser step that was run last."""
 
     number: int  # from 1
+    epoch: int  # from 0, as rows are dealt and what is drawn for them
     shares: list[list[Pack]]
     loss: Tensor  # this rank's share
     norm: Any
@@ -97,6 +98,8 @@ class Loop:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             self.store.clean()
+            if resumed is not None and resumed.scores:
+                self.store.follow(resumed)  # a kill after a score was kept may have left `best` where it was
         if self.accelerator.is_main_process and zero_stage(self.accelerator) == 3:
             self.whole = copy.deepcopy(self.objective.drafter).cpu()  # the parameters are about to be partitioned
         fused = self.accelerator.device.type == "cuda" or offloads(self.accelerator)
@@ -159,6 +162,8 @@ class Loop:
         epoch, share = self.state.cursor.epoch, shares[accelerator.process_index]
         with self.watch.timed("data", host=True):
             batches = [load_batch(self.rows, pack, epoch) for pack in share]
+        with self.watch.timed("data"):  # a GPU waits only where it has done all that it was given
+            self.objective.arrive(share)
         with self.watch.timed("target"):
             inputs = [self.objective.prepare(batch) for batch in batches]
         for coming, _ in islice(self.schedule.walk(self.state.cursor), 1, 2):
@@ -184,7 +189,7 @@ class Loop:
         self.window.usage.add(shares, lengths, cfg.micro_batch_tokens)
         if before is not None and told is not None:
             self._look(before, told)
-        self.latest = Latest(self.state.cursor.step + 1, shares, torch.stack(total).sum().double(), norm)
+        self.latest = Latest(self.state.cursor.step + 1, epoch, shares, torch.stack(total).sum().double(), norm)
         return norm
 
     def _backward(self, x: Any, counts: Tensor, last: bool) -> tuple[Tensor, Tensor]:
@@ -226,10 +231,10 @@ class Loop:
         if fault is None:
             return
         rate = learning_rate(one.number - 1, self.schedule.total, self.cfg)
-        about = {"step": one.number, "why": fault, "loss": found, "grad_norm": norm, "learning_rate": rate}
+        about = {"step": one.number, "epoch": one.epoch, "why": fault, "loss": found, "grad_norm": norm}
         where = self.run_dir / "stopped" / f"step-{one.number}" / "batch.safetensors"
         if self.accelerator.is_main_process:
-            keep_batch(self.run_dir, self.rows, one.shares, about)
+            keep_batch(self.run_dir, self.rows, one.shares, about | {"learning_rate": rate})
         kept = f"step-{self.saved} is the newest good checkpoint" if self.saved > 0 else "no checkpoint was saved yet"
         spiked = math.isfinite(found) and math.isfinite(norm)
         online = self.recipe.data.states == "none"

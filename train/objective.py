@@ -135,6 +135,9 @@ class Objective(nn.Module):
     def ahead(self, packs: Sequence[Pack]) -> None:
         """The packs of the optimiser step after the one that was prepared, for what can be read ahead of it."""
 
+    def arrive(self, packs: Sequence[Pack]) -> None:
+        """Wait for what the disk has of these packs, which are prepared next: that is no time of the target's."""
+
     def counts(self, inputs: Any) -> Tensor:
         """How many slots each loss term averages over; the loop sums it over micro-batches and ranks."""
         raise NotImplementedError
@@ -185,6 +188,9 @@ class UnrollLoss(Objective):
 
     def ahead(self, packs: Sequence[Pack]) -> None:
         self.teacher.ahead(packs)
+
+    def arrive(self, packs: Sequence[Pack]) -> None:
+        self.teacher.arrive(packs)
 
     def counts(self, inputs: Inputs) -> Tensor:
         """By step: slots in the loss, or rows that have any."""

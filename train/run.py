@@ -48,11 +48,11 @@ from recipes.files import (
 from recipes.loading import save
 from recipes.schema import Recipe, UserError
 from train.backend import fill, make_accelerator, shards_target
-from train.checkpoint import State, Store, refuse_other_run, run_identity
-from train.cost import use_bf16
+from train.checkpoint import ROWS, STEP, TEACHER, State, Store, refuse_change, refuse_other_run, run_identity
 from train.features import StoredTeacher
 from train.loop import Loop
 from train.objective import Objective
+from train.precision import precision
 
 VERSIONS = ("torch", "transformers", "accelerate", "deepspeed", "safetensors")
 
@@ -116,7 +116,7 @@ def main(recipe: Recipe, family: Family) -> None:
         )
         return
     with output_folder(folder), alone(folder):
-        if not finished(folder, family.title):
+        if not finished(recipe, family, folder, source):
             train(recipe, family, folder, source, prompts)
 
 
@@ -128,21 +128,24 @@ def train(recipe: Recipe, family: Family, folder: Path, source: Source, prompts:
     main = accelerator.is_main_process
     target = load(recipe, accelerator, device, dtype, family.shards)
     prepared = led(target, main, lambda: prepare(recipe, loader(recipe, target), source))
-    told: list[Any] = [str(prepared.folder) if prepared else "", use_bf16(recipe, device)]
-    shared_folder, bf16 = broadcast_object_list(told)  # what a short timing says must hold for all
+    told: list[Any] = [str(prepared.folder), precision(recipe, device, folder)] if prepared else ["", {}]
+    shared_folder, chosen = broadcast_object_list(told)  # what a short timing says must hold for all
     prepared = prepared or shared(Path(shared_folder))
-    teacher = loader(recipe, target)(states.forward_dtype(recipe, device, bf16))
-    objective, prepared = family.objective(recipe, target, teacher, prepared, bf16)
-    identity = identify(recipe, family, source, prepared)
+    teacher = loader(recipe, target)(choose_dtype(chosen[TEACHER], device))
+    objective, prepared = family.objective(recipe, target, teacher, prepared, chosen[STEP] == "bfloat16")
+    identity = identify(recipe, family, source, prepared) | chosen
     if main:
         Store(folder, objective.vocab).resume(identity)  # refuses another run before anything of this one is written
-        begin(recipe, folder, source, prepared)
+        begin(recipe, folder, source, prepared, identity)
     if recipe.data.states != "none":
         layout, ranks = states.layout_of(recipe, source, prepared, teacher.dtype), accelerator.num_processes
         (missing,) = broadcast_object_list([layout.missing()])
         states.write(layout, missing, lambda: teacher, accelerator.process_index, ranks, together=teacher.sharded)
         accelerator.wait_for_everyone()
-        family.read_from(StoredTeacher(teacher, StateStore(layout)), objective)
+        store = StateStore(layout)
+        if main and store.unchecked:
+            print(store.unchecked, flush=True)
+        family.read_from(StoredTeacher(teacher, store), objective)
     loop = Loop(recipe, objective, prepared.train, accelerator, folder)
 
     def score(trained: Any) -> float | None:
@@ -197,11 +200,13 @@ def hashes(source: Source | None) -> dict[str, str]:
     return {"target.fingerprint": source.fingerprint, "target.template": source.template_hash}
 
 
-def begin(recipe: Recipe, folder: Path, source: Source, prepared: Prepared) -> None:
+def begin(recipe: Recipe, folder: Path, source: Source, prepared: Prepared, identity: dict[str, str]) -> None:
     """The run folder's papers."""
     save(recipe, folder / "recipe.yaml")
-    write_json(folder / "provenance.json", provenance(recipe, source, prepared))
+    write_json(folder / "provenance.json", provenance(recipe, source, prepared, identity))
     link = folder / "data"
+    if link.is_symlink() and link.resolve() != prepared.folder.resolve():
+        link.unlink()  # data.cache may be another than it was
     if not link.is_symlink() and not link.exists():
         try:
             link.symlink_to(prepared.folder.resolve(), target_is_directory=True)
@@ -209,13 +214,14 @@ def begin(recipe: Recipe, folder: Path, source: Source, prepared: Prepared) -> N
             write_text(folder / "data.txt", f"{prepared.folder.resolve()}\n")
 
 
-def provenance(recipe: Recipe, source: Source, prepared: Prepared) -> dict[str, Any]:
+def provenance(recipe: Recipe, source: Source, prepared: Prepared, identity: dict[str, str]) -> dict[str, Any]:
     return {
         "target": {"path": recipe.target.path, "fingerprint": source.fingerprint, "template": source.template_hash},
         "template_args": recipe.target.template_args,
         "conditions": prepared.report["conditions"],
         "data": {"hash": prepared.report["hash"], "folder": str(prepared.folder.resolve())},
         "vocabulary": prepared.report["vocabulary"],
+        "precision": {"step": identity[STEP], "teacher": identity[TEACHER]},
         "init_from": recipe.eagle.init_from,
         "seed": recipe.seed,
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in VERSIONS}},
@@ -230,8 +236,13 @@ def _version(package: str) -> str:
 
 
 def identify(recipe: Recipe, family: Family, source: Source, prepared: Prepared) -> dict[str, str]:
-    prepared_hashes = {"data.hash": str(prepared.report["hash"]), "vocabulary.hash": prepared.vocab.hash()}
-    return run_identity(recipe, family.part, **hashes(source), **family.hashes(recipe), **prepared_hashes)
+    made = data_hashes(prepared) | {"vocabulary.hash": prepared.vocab.hash()}
+    return run_identity(recipe, family.part, **hashes(source), **family.hashes(recipe), **made)
+
+
+def data_hashes(prepared: Prepared) -> dict[str, str]:
+    """Of what the rows were made from, and of themselves: the target may have written them again, in other words."""
+    return {"data.hash": str(prepared.report["hash"]), ROWS: prepared.train.hash()}
 
 
 def load_best(store: Store, trained: Any) -> None:
@@ -247,7 +258,7 @@ def export(
     """Write the drafter, which is that of the best checkpoint, in its family's layout, with its model card."""
     step = Store(folder).named("best")
     assert step is not None
-    papers = provenance(recipe, source, prepared) | {
+    papers = provenance(recipe, source, prepared, state.identity) | {
         "fingerprint": source.fingerprint,
         "step": step,
         "validation_tau": state.scores.get(step),
@@ -338,19 +349,23 @@ def show(folder: Path, summary: dict[str, Any], family: str) -> None:
     Console().print(table)
 
 
-def finished(folder: Path, family: str) -> bool:
-    """Whether the run in the folder is complete; if so say so."""
+def finished(recipe: Recipe, family: Family, folder: Path, source: Source) -> bool:
+    """Whether the run in the folder is complete; if so say so. UserError where its data have become others."""
     path = folder / "summary.json"
     if not path.is_file():
         return False
     summary = read_json(path, "run folder (delete the file to redo the evaluation)")
     if rank() == 0:
+        prepared, seen = states.prepared_already(recipe, source), "none are prepared for the sources as they are now"
+        if prepared is not None:
+            now, seen = data_hashes(prepared), "they are the same"
+            refuse_change({k: v for k, v in summary["identity"].items() if k in now}, now, folder)
         print(
-            f"this run is finished: {summary['steps']} steps (its data were not looked at again). "
+            f"this run is finished: {summary['steps']} steps (its data: {seen}). "
             f"For another, give run_dir=DIR or remove {folder}",
             flush=True,
         )
-        show(folder, summary, family)
+        show(folder, summary, family.title)
     return True
 
 

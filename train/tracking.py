@@ -12,6 +12,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from recipes.files import write_text
+
 PROJECT = "espalier"
 
 
@@ -72,9 +74,7 @@ def truncate(path: Path, step: int) -> None:
             continue
         if isinstance(entry, dict) and entry.get("step", 0) <= step:
             kept.append(line + "\n")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(path)
+    write_text(path, "".join(kept))
 
 
 def flatten(values: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from data_prep import states
 from data_prep.run import prepare
-from data_prep.state_store import KEY, Layout, StateStore, stored, write_shard
+from data_prep.state_store import CHECK, KEY, Layout, StateStore, stored, write_shard
 from data_prep.supervision import supervised, teaching
 from data_prep.teacher import Features, read_features
 from models.target import Target, load_target
@@ -251,6 +251,41 @@ def test_damaged_shards_are_refused_by_name_and_made_again(target: Target, copie
         store.read([0, first])
 
 
+def flipped(tensor: torch.Tensor) -> None:
+    """One bit."""
+    tensor.view(-1).view(torch.uint8)[1] ^= 1
+
+
+@pytest.mark.parametrize("damage", [torch.Tensor.zero_, flipped], ids=["zeroed", "a bit"])
+@pytest.mark.parametrize("name", ["taps", "scale", "final", "best", "lse"])
+def test_damaged_values_are_refused_by_file_and_row(
+    target: Target, tmp_path: Path, name: str, damage: Callable[[torch.Tensor], object]
+) -> None:
+    layout = write_states.layout(target, tmp_path, kind="fp8")
+    states.write(layout, layout.missing(), lambda: target, 0, 1)
+    path, (first, *_) = layout.path(2), layout.spans[2]
+    tensors = load_file(path)
+    damage(tensors[name])
+    save_file(tensors, path, {KEY: json.dumps(layout.papers(2))})
+    store = StateStore(layout)
+    assert store.unchecked == ""
+    store.read([0, 1])
+    with pytest.raises(
+        UserError, match=rf"shard-00002/.*: row {first} is not what was written there.*Delete the shard"
+    ):
+        store.read([0, first])
+
+
+def test_a_store_from_before_there_were_checksums_is_read_and_told(copied: Layout, written: Layout) -> None:
+    path = copied.path(1)
+    tensors = {name: t for name, t in load_file(path).items() if name != CHECK}
+    save_file(tensors, path, {KEY: json.dumps(copied.papers(1))})
+    store = StateStore(copied)
+    row = copied.spans[1][0]
+    assert torch.equal(store.read([row]).taps_TC, StateStore(written).read([row]).taps_TC)
+    assert f"1 of {len(copied.spans)} shards in {copied.folder} were written without checksums" in store.unchecked
+
+
 def test_rows_read_together_are_those_read_alone(target: Target, written: Layout) -> None:
     """As a GPU writes them."""
     together = states.read(written, target, [3, 4, 5])
@@ -302,6 +337,8 @@ def test_the_command_writes_its_share_and_a_dry_run_knows_the_size(
         shutil.rmtree(shard)
     with pytest.raises(UserError, match="but 100 are free there"):
         states.main(replace(recipe, dry_run=True))
+    with pytest.raises(UserError, match=r"train\.precision=fast is timed by each process.*Give train\.precision=bf16"):
+        states.main(replace(recipe, train=replace(recipe.train, precision="fast")))
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(UserError, match="RANK=2 and WORLD_SIZE=2 name no process"):
         states.main(recipe)

@@ -1,6 +1,8 @@
 """Folders: found writable before any work, and gone again when the work left nothing in them."""
 
+import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,45 @@ def test_an_interrupted_write_leaves_what_was_there(tmp_path: Path, monkeypatch:
     with pytest.raises(KeyboardInterrupt):
         write_text(tmp_path / "f", "new")
     assert [p.name for p in tmp_path.iterdir()] == ["f"] and (tmp_path / "f").read_text() == "old"
+
+
+def test_a_power_cut_leaves_no_name_without_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a file or folder holds is on the disk before it has its name, and the name before anything goes on."""
+    events, rename = list[str](), Path.replace
+
+    def named(path: Path) -> str:
+        return "aside" if path.name.startswith(".") else path.name
+
+    def noted(path: Path) -> None:
+        events.append(f"flush {named(path)}")
+
+    def renamed(self: Path, target: Path) -> None:
+        events.append(f"{named(self)} to {target.name}")
+        rename(self, target)
+
+    monkeypatch.setattr("recipes.files.flush", noted)
+    monkeypatch.setattr(Path, "replace", renamed)
+    write_text(tmp_path / "latest", "step-3")
+    assert events == ["flush aside", "aside to latest", f"flush {tmp_path.name}"]
+    events.clear()
+    with whole_folder(tmp_path / "step-3") as aside:
+        (aside / "model").write_text("weights")
+    assert events == ["flush model", "flush aside", "aside to step-3", f"flush {tmp_path.name}"]
+
+
+def test_a_file_system_that_flushes_no_folders_is_written_to_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def files_alone(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", files_alone)
+    write_text(tmp_path / "latest", "step-3")
+    assert (tmp_path / "latest").read_text() == "step-3"
 
 
 def test_the_nearest_name_is_near(tmp_path: Path) -> None:

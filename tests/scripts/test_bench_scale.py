@@ -17,6 +17,7 @@ def test_two_processes_are_measured_and_a_failed_launch_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench_scale.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(bench_scale, "BACKENDS", ["ddp", "no-such-backend"])  # a configuration that fails
     out = tmp_path / "out.json"
     with pytest.raises(SystemExit, match="failed: tiny no-such-backend 2"):
         backends = "backends=ddp,no-such-backend"
@@ -64,3 +65,19 @@ def test_keys_are_checked() -> None:
         bench_scale.main(["size=3"])
     with pytest.raises(UserError, match="at least warm"):
         bench_scale.main(["steps=10"])
+    with pytest.raises(UserError, match=r"backends=ddp,zero9: 'zero9' is none of ddp, zero1, zero2, .*zero3"):
+        bench_scale.main(["backends=ddp,zero9"])
+    with pytest.raises(UserError, match="device=gpu: 'gpu' is none of auto, cpu, cuda"):
+        bench_scale.main(["device=gpu"])
+
+
+def test_more_processes_than_cores_are_refused_or_left_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_scale.os, "cpu_count", lambda: 2)
+    with pytest.raises(UserError, match=r"processes=64,4: there are 2 cores here"):
+        bench_scale.main(["device=cpu", "processes=64,4"])
+    with pytest.raises(UserError, match=r"processes=2,two: 'two' must be a whole number"):
+        bench_scale.main(["device=cpu", "processes=2,two"])
+    assert bench_scale.counts_of("1,2,4", bench_scale.torch.device("cpu")) == [1, 2]
+    assert "processes=4 left out: there are 2 cores here" in capsys.readouterr().out

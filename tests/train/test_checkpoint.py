@@ -86,6 +86,18 @@ def test_a_kill_between_save_and_score_is_made_good(target: Target, tmp_path: Pa
     assert Store(tmp_path).state(last).scores == {last: 1.25}
 
 
+def test_a_kill_between_a_score_and_its_pointer_is_made_good(target: Target, tmp_path: Path) -> None:
+    """The newest checkpoint has its score; `best` would go on to name an older one, or none at all."""
+    for pointer in ("step-1", ""):
+        loop = tiny_run.run(target, tmp_path / f"run-{pointer}", epochs=1)
+        last = loop.state.cursor.step
+        loop.state.scores = {last: 1.25}
+        loop.store.record(loop.state)
+        (loop.store.folder / "best").write_text(pointer)
+        tiny_run.run(target, tmp_path / f"run-{pointer}", epochs=1)
+        assert loop.store.named("best") == last
+
+
 def test_order_is_numeric_and_best_is_kept(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for step in (8, 9, 10, 11, 100):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from data_prep.run import main as prepare_data
 from models.eagle3 import Eagle3, Eagle3Config
 from models.layouts import load_drafter
 from models.target import Target
@@ -90,8 +91,25 @@ def test_the_same_command_again_says_that_the_run_is_finished(
 ) -> None:
     before = (run_dir / "metrics.jsonl").read_bytes()
     main(recipe(arguments, run_dir))
-    assert "this run is finished" in capsys.readouterr().out
+    assert "this run is finished: 4 steps (its data: they are the same)" in capsys.readouterr().out
     assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_finished_run_whose_data_have_changed_is_not_passed_off_as_this_one(
+    arguments: list[str], run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = recipe(arguments, run_dir)
+    source = Path(asked.data.sources["mine"].path)
+    text = source.read_text()
+    source.write_text("".join(text.splitlines(keepends=True)[:-1]))
+    try:
+        main(asked)
+        assert "its data: none are prepared for the sources as they are now" in capsys.readouterr().out
+        prepare_data(asked)
+        with pytest.raises(UserError, match=r"data\.hash: was \w+, now \w+\n  data\.rows: was"):
+            main(asked)
+    finally:
+        source.write_text(text)
 
 
 def test_a_changed_recipe_is_refused_before_and_after_the_end(arguments: list[str], run_dir: Path) -> None:
@@ -211,6 +229,19 @@ def test_dry_run_prints_cost_and_writes_nothing(
     out = capsys.readouterr().out
     assert "24 rows" in out and "trained parameters" in out and "learning_rate: 0.001" in out
     assert not (tmp_path / "none").exists()
+
+
+def test_a_draft_vocabulary_above_the_targets_is_told_and_counted_as_the_targets(
+    arguments: list[str], tmp_path: Path, target: Target, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for size in (target.vocab_size, target.vocab_size + 1):
+        main(recipe(arguments, tmp_path / "none", "dry_run=true", f"eagle.draft_vocab={size}"))
+        said.append(capsys.readouterr().out)
+    assert "the drafter will have them all" not in said[0]
+    assert f"draft_vocab={target.vocab_size + 1}: the target has {target.vocab_size} tokens, and the drafter" in said[1]
+    counted = [next(line for line in text.splitlines() if "trained parameters" in line) for text in said]
+    assert counted[0] == counted[1]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import json
 import math
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -101,7 +102,7 @@ def test_what_stopped_a_run_is_kept_and_shown_by_the_line_that_the_message_gives
         tiny_run.recipe(), tiny_run.objective(target), tiny_run.rows(), tiny_run.accelerator(), tmp_path
     )
     rows = sorted(row for pack in loop.schedule.epoch(0)[2] for row in pack)
-    assert kept["step"] == 3 and kept["loss"] == "nan" and kept["grad_norm"] > 0
+    assert kept["step"] == 3 and kept["loss"] == "nan" and kept["grad_norm"] > 0 and kept["epoch"] == 0
     assert sorted(row for micro in kept["micro_batches"] for row in micro["rows"]) == rows
     first = kept["micro_batches"][0]
     assert f"{first['name']}/ids" in shown and f"{first['name']}/answer" in shown
@@ -133,6 +134,9 @@ def test_best_follows_measured_tau_and_every_epoch_is_scored(target: Target, tmp
     assert loop.store.named("best") == steps[1]
     assert loop.store.named("latest") == steps[2]
     assert loop.store.steps() == steps[1:], "keep one besides best"
+    shutil.rmtree(loop.store.path(steps[1]))  # damaged: the message says to delete it
+    tiny_run.run(target, tmp_path, epochs=3, keep=1)
+    assert loop.store.named("best") == steps[2]
 
 
 def test_processes_that_do_not_see_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

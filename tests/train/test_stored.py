@@ -1,6 +1,7 @@
 """Training from the target's states on disk is training on its features, rounded as the store rounds them."""
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -111,8 +112,22 @@ def test_the_next_steps_rows_are_read_by_a_thread_and_only_once(
     loop = train(target, tmp_path / "run", StoredTeacher(target, StateStore(layout)))
     steps = [step for step, _ in loop.schedule.walk(Cursor())]
     assert sorted(pack for _, pack in reads) == sorted(tuple(pack) for step in steps for pack in step)
-    waited = [pack for thread, pack in reads if not thread.startswith("states")]
-    assert sorted(waited) == sorted(tuple(pack) for pack in steps[0])
+    assert all(thread.startswith("states") for thread, _ in reads)
+
+
+def test_the_wait_for_the_disk_is_data_time_and_none_of_the_targets(
+    target: Target, layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = StateStore.read
+
+    def slow(self: StateStore, pack: Sequence[int]) -> Stored:
+        time.sleep(0.2)  # what a step trains, and much more
+        return read(self, pack)
+
+    monkeypatch.setattr(StateStore, "read", slow)
+    train(target, tmp_path / "run", StoredTeacher(target, StateStore(layout)))
+    waited, taught = (curve(tmp_path / "run", f"{what}_time") for what in ("data", "target"))
+    assert min(waited) > 0.5 and max(taught) < 0.1
 
 
 def test_a_rank_without_rows_gets_features_of_the_right_shapes(target: Target, layout: Layout) -> None:
