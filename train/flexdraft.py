@@ -34,6 +34,9 @@ class FlexFamily(run.Family):
     title, part = "FlexDraft", "flex"
     shards = False  # they run through the target's layers, whole ones
 
+    def block(self, recipe: Recipe) -> int:
+        return recipe.flex.block_size
+
     def check(self, recipe: Recipe, source: Source | None) -> None:
         if recipe.target.shard == "always":
             raise UserError("FlexDraft's masks run through layers of the target, whole ones. Use target.shard=never")
