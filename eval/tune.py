@@ -174,9 +174,8 @@ def judged(recipe: Recipe, target: Target, drafter: Drafter, prompts: Sequence[P
     """What `tune` finds, with the measured grid beside its choice and how far below the best of it that is."""
     decode = _keeping(*_prompts(recipe, target, prompts))
     tuned = tune(recipe, target, drafter, prompts, decode=decode, **given)
-    print(
-        f"the grid: all {len(tuned['table'])} settings measured alike, about {grid_seconds(recipe.eval, tuned):.0f} s"
-    )
+    seconds = grid_seconds(recipe.eval, tuned)
+    print(f"the grid: all {len(tuned['table'])} settings measured alike, about {seconds:.0f} s")
     grid = measured_grid(recipe, target, drafter, prompts, decode=decode, settings=given.get("settings"))
     return tuned | {"grid": grid, "shortfall": shortfall(grid, tuned["chosen"])}
 

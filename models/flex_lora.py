@@ -21,14 +21,9 @@ PREFIX = "base_model.model.model.layers"  # PEFT's of a causal language model's 
 ALPHA = 2  # times the rank
 # what changes which weights there are, or how they act
 NOT_DONE = (
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "layers_pattern",
-    "exclude_modules",
-    "layer_replication",
-)
-NOT_DONE += ("target_parameters", "trainable_token_indices", "use_qalora")
+    "rank_pattern", "alpha_pattern", "modules_to_save", "layers_pattern", "exclude_modules", "layer_replication",
+    "target_parameters", "trainable_token_indices", "use_qalora",
+)  # fmt: skip
 PLAIN: dict[str, Any] = {"use_dora": False, "use_rslora": False, "lora_bias": False, "fan_in_fan_out": False}
 
 
