@@ -33,6 +33,10 @@ PREFIX, CALIBRATOR, ADAPTER = "calibrator.", "calibrator.safetensors", flex_lora
 LARGEST = 2**20 + 1  # no size of a model reaches it
 NUMBERS = {"target_layers": range(1, 1001), "split_layer": range(1000), "block_size": BLOCK_SIZES}  # else from 1
 NUMBERS |= dict.fromkeys(("calibrator_rank", "lora_rank", "inner_size"), range(LARGEST))
+UNCALIBRATED = (
+    f"Copy the right one; or go on without, with calibrator_rank 0 in config.json and no {CALIBRATOR}, and fit one "
+    "(train/calibrator.py)."
+)
 SWITCHES = ("qkv_bias", "out_bias", "qk_norm", "four_norms")
 
 
@@ -184,14 +188,12 @@ def _refuse_other_papers(folder: Path, config: FlexDraftConfig, target: Source |
 def _check_calibrator(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     """Refuse a calibrator that is not of these masks, or of another target."""
     if not (folder / CALIBRATOR).is_file():
-        raise UserError(f"drafter={folder}: {CALIBRATOR} is missing. Fit it again, or set calibrator_rank to 0.")
+        raise UserError(f"drafter={folder}: {CALIBRATOR} is missing. {UNCALIBRATED}")
     said = _check_part(folder, CALIBRATOR, {name.removeprefix(PREFIX): shape for name, shape in shapes.items()})
     if said.get("target") != read_json(folder / PAPERS, f"drafter={folder}").get("fingerprint"):
-        raise UserError(f"drafter={folder}: {CALIBRATOR} was fitted for another target. Fit one (train/calibrator.py).")
+        raise UserError(f"drafter={folder}: {CALIBRATOR} was fitted for another target. {UNCALIBRATED}")
     if said.get("masks") != masks_hash(folder):
-        raise UserError(
-            f"drafter={folder}: {CALIBRATOR} was fitted for another drafter. Fit one (train/calibrator.py)."
-        )
+        raise UserError(f"drafter={folder}: {CALIBRATOR} was fitted for another drafter. {UNCALIBRATED}")
 
 
 def _check_part(folder: Path, name: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:

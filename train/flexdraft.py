@@ -46,6 +46,11 @@ class FlexFamily(run.Family):
             )
         if source is not None:
             check_layers(recipe.flex.layers, source.n_layers)
+            if recipe.flex.parametrisation == "lora" and recipe.flex.lora_rank >= source.hidden_size:
+                raise UserError(
+                    f"flex.lora_rank={recipe.flex.lora_rank} is no low rank: the target's hidden size is "
+                    f"{source.hidden_size}. Use fewer, or flex.parametrisation=full"
+                )
 
     def cost(self, recipe: Recipe, prompts: int) -> str:
         return flexdraft_cost(recipe, prompts)

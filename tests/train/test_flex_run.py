@@ -153,14 +153,18 @@ def test_a_calibrator_of_nothing_or_of_other_masks_is_refused(
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [("flex.layers=9", "flex.layers=9 is out of range: this target has 8 layers"), ("flex.block_size=1", "from 2")],
+    [
+        (["flex.layers=9"], "flex.layers=9 is out of range: this target has 8 layers"),
+        (["flex.block_size=1"], "from 2"),
+        (["flex.parametrisation=lora", "flex.lora_rank=32"], "flex.lora_rank=32 is no low rank: .* hidden size is 32"),
+    ],
 )
 def test_what_the_target_cannot_be_is_refused_before_weights_load(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, words: str
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], words: str
 ) -> None:
     monkeypatch.setattr("train.run.load_target", None)
     with pytest.raises(UserError, match=words):
-        flexdraft.main(recipe(arguments, tmp_path / "none", given))
+        flexdraft.main(recipe(arguments, tmp_path / "none", *given))
 
 
 @pytest.mark.slow
