@@ -24,7 +24,15 @@ from eval.matrix import SuccessorMatrix
 from eval.memory import SMALLER, attempt
 from eval.outcome import check_room, in_dtype, longest_prompt, new_matrix
 from eval.plan import at_batch, check_settings, describe, plan, settings_of
-from eval.run import calibrated_gates, check_models, drafter_folder, load, load_eval_target, with_calibrated_gates
+from eval.run import (
+    as_served,
+    calibrated_gates,
+    check_models,
+    drafter_folder,
+    load,
+    load_eval_target,
+    with_calibrated_gates,
+)
 from eval.settings import Settings
 from models.target import Target
 from recipes.cli import entry
@@ -183,6 +191,7 @@ def main(recipe: Recipe) -> None:
     check_settings(recipe)
     recipe = choose(recipe)
     source = check_models(recipe, recipe.decoder in DRAFTED)
+    recipe = as_served(recipe)
     if recipe.decoder in DRAFTED and recipe.eval.tune is not False:
         tunings.check(drafter_folder(recipe))
     if source is not None:

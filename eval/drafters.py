@@ -29,20 +29,23 @@ def refuse_lines(drafter: Drafter, command: str) -> None:
 
 
 def fitted(recipe: Recipe, drafter: Drafter | None) -> Recipe:
-    """The recipe as this drafter can serve it. For one that drafts lines, decoders that want trees are left out, `flex`
-    stands for EAGLE's own, all lines are as long as `chain`'s, within a block, and all are greedy unless the recipe
-    says otherwise; for others `flex` and its mode are left out."""
-    e, lines = recipe.eval, isinstance(drafter, FlexDraft)
-    served = BLOCKED if lines else GROWN
-    if drafter is not None and recipe.decoder in DRAFTED and recipe.decoder not in served:
-        kind = "drafts lines" if lines else "is no FlexDraft"
-        raise UserError(f"decoder={recipe.decoder} is not for this drafter, which {kind}. Use {', '.join(served)}")
-    names = ["flex" if name == "eagle" and lines else name for name in e.decoders]
-    names = [name for name in dict.fromkeys(names) if name not in DRAFTED or name in served]
-    if not isinstance(drafter, FlexDraft):
+    """The recipe as this drafter can serve it."""
+    return served(recipe, drafter.config.block_size if isinstance(drafter, FlexDraft) else 0)
+
+
+def served(recipe: Recipe, block: int) -> Recipe:
+    """The recipe as a drafter of lines with so many masks a group can serve it: decoders that want trees are left out,
+    `flex` stands for EAGLE's own, all lines are as long as `chain`'s, within a block, and all are greedy unless the
+    recipe says otherwise. For one of trees (block 0) `flex` and its mode are left out."""
+    e, known = recipe.eval, BLOCKED if block else GROWN
+    if recipe.decoder in DRAFTED and recipe.decoder not in known:
+        kind = "drafts lines" if block else "is no FlexDraft"
+        raise UserError(f"decoder={recipe.decoder} is not for this drafter, which {kind}. Use {', '.join(known)}")
+    names = ["flex" if name == "eagle" and block else name for name in e.decoders]
+    names = [name for name in dict.fromkeys(names) if name not in DRAFTED or name in known]
+    if not block:
         return replace(recipe, eval=replace(e, decoders=names, flex_mode="sequential"))
-    most = drafter.config.block_size - 1
-    length = min(e.chain_length, most)
+    length = min(e.chain_length, block - 1)
     e = replace(e, decoders=names, chain_length=length, depth=length)
     if e.verifier == "auto" and not e.draft_temperature:
         e = replace(e, verifier="match", draft_temperature=0.0)

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from data_prep.prompts import Prompt, load_prompts
 from eval import calibrated, harness, sweep, tune, tunings
-from eval.drafters import Drafter, fitted
+from eval.drafters import Drafter, fitted, served
 from eval.outcome import check_prompts, disjoint, warmup_prompts
 from eval.plan import Entry, batch_sizes, check_settings, describe, plan
 from models.flex_layout import check_flexdraft, is_flexdraft, load_flexdraft
@@ -32,7 +32,7 @@ NOT_APPLIED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_re
 def main(recipe: Recipe) -> None:
     prompts = check(recipe)
     gates = calibrated_gates(recipe)
-    entries = plan(recipe, drafter=needs_drafter(recipe), calibrated=gates)
+    entries = plan(as_served(recipe), drafter=needs_drafter(recipe), calibrated=gates)
     if recipe.dry_run:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         print(cost(recipe, prompts, entries))
@@ -120,6 +120,14 @@ def check_models(recipe: Recipe, drafter: bool = True) -> Source | None:
     if drafter:
         (check_flexdraft if is_flexdraft(folder) else check_drafter)(folder, source)
     return source
+
+
+def as_served(recipe: Recipe) -> Recipe:
+    """The recipe as the drafter can serve it, which is looked at and not loaded; as it is where none is there yet."""
+    folder = drafter_folder(recipe)
+    if not needs_drafter(recipe) or not folder.is_dir():
+        return recipe
+    return served(recipe, check_flexdraft(folder, None, quiet=True).block_size if is_flexdraft(folder) else 0)
 
 
 def load(recipe: Recipe) -> tuple[Target, Drafter, Path]:

@@ -55,7 +55,7 @@ WARM_PROMPTS = 3
 ROUNDS = ((3, 16, 2), (4, 32, 2), (8, 40, 5))
 LEAST = sum(least for *_, least in ROUNDS)  # batches
 FEW, FINALISTS = 8, 4
-GRID_BATCHES = 8  # of prompts, on which all candidates are measured when the choice is judged
+GRID_BATCHES, GRID_TOKENS = 8, 32  # of prompts, and tokens each, on which all are measured when the choice is judged
 BUDGET_SECONDS = 90.0
 SCREENING = 0.5  # share of the budget for the first round
 HOPELESS = (0.6, 0.75)  # share of the best speed below which a setting drops out after one prompt, and after more
@@ -153,7 +153,7 @@ def measured_grid(
     drafter: Drafter,
     prompts: Sequence[Prompt],
     *,
-    tokens: int = 32,
+    tokens: int = GRID_TOKENS,
     decode: Callable[..., Decoded] | None = None,
     settings: Sequence[Settings] | None = None,
 ) -> list[dict[str, Any]]:
@@ -175,8 +175,16 @@ def judged(recipe: Recipe, target: Target, drafter: Drafter, prompts: Sequence[P
     """What `tune` finds, with the measured grid beside its choice and how far below the best of it that is."""
     decode = _keeping(*_prompts(recipe, target, prompts))
     tuned = tune(recipe, target, drafter, prompts, decode=decode, **given)
+    seconds = grid_seconds(recipe.eval, tuned)
+    print(f"the grid: all {len(tuned['table'])} settings measured alike, about {seconds:.0f} s")
     grid = measured_grid(recipe, target, drafter, prompts, decode=decode, settings=given.get("settings"))
     return tuned | {"grid": grid, "shortfall": shortfall(grid, tuned["chosen"])}
+
+
+def grid_seconds(e: EvalConfig, tuned: dict[str, Any]) -> float:
+    """What `measured_grid` will take to decode, by the speeds that `tune` saw."""
+    tokens = GRID_BATCHES * e.batch_size * min(GRID_TOKENS, e.max_new_tokens)
+    return sum(tokens / row["tokens_per_s"] for row in tuned["table"] if row["tokens_per_s"])
 
 
 def shortfall(grid: list[dict[str, Any]], chosen: dict[str, Any]) -> float:
@@ -299,8 +307,9 @@ def main(recipe: Recipe) -> None:
         check_prompts(source, load_tokenizer(source, recipe.target.trust_remote_code), recipe, prompts)
     if recipe.dry_run:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
-        sizes = ", ".join(map(str, batch_sizes(recipe.eval)))
-        print(f"tuning takes about {BUDGET_SECONDS:.0f} s and the grid several times that, at each batch size: {sizes}")
+    sizes = ", ".join(map(str, batch_sizes(recipe.eval)))
+    print(f"tuning takes about {BUDGET_SECONDS:.0f} s and the grid several times that, at each batch size: {sizes}")
+    if recipe.dry_run:
         return
     recipe = with_calibrated_gates(recipe)
     target, drafter, _ = load(recipe)

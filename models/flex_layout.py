@@ -24,12 +24,20 @@ from models.flexdraft import FlexDraft, FlexDraftConfig
 from models.imports import refuse_not_finite
 from models.source import Source
 from models.target import Target
-from models.weights import WHOLE, read_headers, read_tensors
-from recipes.files import read_json, sha256_file, sha256_json, whole_folder, write_json
-from recipes.schema import UserError
+from models.weights import WHOLE, apart, read_headers, read_tensors, weights_hash
+from recipes.files import read_json, whole_folder, write_json
+from recipes.schema import BLOCK_SIZES, UserError
 
-KEY = "flexdraft_config"
+KEY, PAPERS = "flexdraft_config", "provenance.json"
 PREFIX, CALIBRATOR, ADAPTER = "calibrator.", "calibrator.safetensors", flex_lora.WEIGHTS
+LARGEST = 2**20 + 1  # no size of a model reaches it
+NUMBERS = {"target_layers": range(1, 1001), "split_layer": range(1000), "block_size": BLOCK_SIZES}  # else from 1
+NUMBERS |= dict.fromkeys(("calibrator_rank", "lora_rank", "inner_size"), range(LARGEST))
+UNCALIBRATED = (
+    f"Copy the right one; or go on without, with calibrator_rank 0 in config.json and no {CALIBRATOR}, and fit one "
+    "(train/calibrator.py)."
+)
+SWITCHES = ("qkv_bias", "out_bias", "qk_norm", "four_norms")
 
 
 def names(drafter: FlexDraft) -> dict[str, str]:
@@ -77,14 +85,12 @@ def save_flexdraft(
             belongs = {"target": provenance["fingerprint"], "masks": masks_hash(aside)}
             save_file(calibrator, aside / CALIBRATOR, metadata={"format": "pt", **belongs})
         write_json(aside / "config.json", config)
-        write_json(aside / "provenance.json", provenance)
+        write_json(aside / PAPERS, provenance)
 
 
 def masks_hash(folder: Path) -> str:
     """Of what the masks are made of, the calibrator left out."""
-    adapter = folder / ADAPTER
-    whole = sha256_file(folder / WHOLE)
-    return sha256_json([whole, sha256_file(adapter)]) if adapter.is_file() else whole
+    return weights_hash(folder, (ADAPTER,))
 
 
 def is_flexdraft(folder: Path) -> bool:
@@ -93,19 +99,20 @@ def is_flexdraft(folder: Path) -> bool:
     return path.is_file() and (KEY in read_json(path, f"drafter={folder}") or flex_published.is_published(folder))
 
 
-def check_flexdraft(folder: Path, target: Source | Target | None) -> FlexDraftConfig:
-    """Refuse, before weights load, what is damaged, incomplete, or for another target."""
+def check_flexdraft(folder: Path, target: Source | Target | None, quiet: bool = False) -> FlexDraftConfig:
+    """Refuse, before weights load, what is damaged, incomplete, or for another target; warnings unless `quiet`."""
     published = flex_published.is_published(folder)
     config = flex_published.read_config(folder) if published else _read_config(folder)
-    if not 0 <= config.split_layer < config.target_layers:
+    _refuse_odd_values(folder, config)
+    if config.split_layer >= config.target_layers:
         raise UserError(
             f"drafter={folder}: split_layer {config.split_layer} is out of range for a target of "
             f"{config.target_layers} layers"
         )
-    if config.block_size < 2:
-        raise UserError(f"drafter={folder}: block_size {config.block_size} drafts nothing: it must be 2 or more")
+    if not published:
+        _refuse_other_papers(folder, config, target)
     if target is not None:
-        (flex_published.refuse_other_sizes if published else _refuse_other_target)(folder, config, target)
+        flex_published.refuse_other_sizes(folder, config, target)
     with torch.device("meta"):
         empty = FlexDraft(config)
     shapes, found = empty.state_dict(), read_headers(folder)
@@ -119,11 +126,14 @@ def check_flexdraft(folder: Path, target: Source | Target | None) -> FlexDraftCo
             )
     if published:
         flex_published.refuse_unknown(folder, set(places.values()), set(found))
-        print(f"warning: {folder} carries no target fingerprint; it may belong to another target", file=sys.stderr)
+        if not quiet:
+            print(f"warning: {folder} carries no target fingerprint; it may belong to another target", file=sys.stderr)
         return config
+    if odd := apart(found, places.values()):
+        raise UserError(f"drafter={folder}: {WHOLE} {odd}, by config.json's {KEY}. Export it again.")
     if config.lora_rank:
         named = {theirs: f"layers.{ours}" for ours, theirs in adapter_names(empty.layers, config.split_layer).items()}
-        check_adapter(folder, config.lora_rank)
+        check_adapter(folder, config.lora_rank, range(config.split_layer, config.target_layers))
         _check_part(folder, ADAPTER, {theirs: tuple(shapes[ours].shape) for theirs, ours in named.items()})
     if config.calibrator_rank:
         _check_calibrator(folder, {n: tuple(t.shape) for n, t in shapes.items() if n.startswith(PREFIX)})
@@ -132,25 +142,58 @@ def check_flexdraft(folder: Path, target: Source | Target | None) -> FlexDraftCo
 
 def _read_config(folder: Path) -> FlexDraftConfig:
     raw = read_json(folder / "config.json", f"drafter={folder}")[KEY]
-    known = {field.name for field in fields(FlexDraftConfig)}
+    if not isinstance(raw, dict):
+        raise UserError(f"drafter={folder}: config.json's {KEY} is no table of settings. Export it again.")
     optional = {field.name for field in fields(FlexDraftConfig) if field.default is not MISSING}
-    odd = sorted((known ^ set(raw)) - optional) if isinstance(raw, dict) else "no table of settings"
-    if odd:
-        raise UserError(f"drafter={folder}: config.json's {KEY} lacks or has too much: {odd}. Export it again.")
+    if odd := apart(raw, {field.name for field in fields(FlexDraftConfig)} - (optional - set(raw))):
+        raise UserError(f"drafter={folder}: config.json's {KEY} {odd}. Export it again.")
     return FlexDraftConfig(**raw)
+
+
+def _refuse_odd_values(folder: Path, config: FlexDraftConfig) -> None:
+    """Of other types, or beyond what any model has: what is built from the numbers would fail without naming them."""
+    for key, value in asdict(config).items():
+        allowed = NUMBERS.get(key, range(1, LARGEST))
+        if key == "rms_norm_eps":
+            fits, rule = isinstance(value, float) and 0 < value < 1, "a number above 0 and below 1"
+        elif key in SWITCHES:
+            fits, rule = isinstance(value, bool), "true or false"
+        else:
+            fits = type(value) is int and value in allowed
+            rule = f"a whole number from {allowed.start} to {allowed.stop - 1}"
+        if not fits:
+            raise UserError(f"drafter={folder}: config.json's {key} is {value!r}: must be {rule}. Export it again.")
+
+
+def _refuse_other_papers(folder: Path, config: FlexDraftConfig, target: Source | Target | None) -> None:
+    """A folder that does not say of which target it is, or says another; and parts that its config does not count."""
+    if not (folder / PAPERS).is_file():
+        raise UserError(f"drafter={folder}: {PAPERS}, which says of which target it is, is missing. Copy it too.")
+    stated = read_json(folder / PAPERS, f"drafter={folder}").get("fingerprint")
+    if not isinstance(stated, str):
+        raise UserError(f"drafter={folder}: {PAPERS} names no fingerprint of a target. Copy it again.")
+    if target is not None and stated != target.fingerprint:
+        raise UserError(
+            f"drafter={folder} was trained for another target (fingerprint {stated}, this one's is "
+            f"{target.fingerprint}). Use the recipe it was trained with, or train one for this target."
+        )
+    for name, key in ((CALIBRATOR, "calibrator_rank"), (ADAPTER, "lora_rank")):
+        if getattr(config, key) == 0 and (folder / name).is_file():
+            raise UserError(
+                f"drafter={folder}: {name} is there, but config.json's {key} is 0, so that it would not be used. "
+                f"Set {key} to its rank, or take the file away."
+            )
 
 
 def _check_calibrator(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     """Refuse a calibrator that is not of these masks, or of another target."""
     if not (folder / CALIBRATOR).is_file():
-        raise UserError(f"drafter={folder}: {CALIBRATOR} is missing. Fit it again, or set calibrator_rank to 0.")
+        raise UserError(f"drafter={folder}: {CALIBRATOR} is missing. {UNCALIBRATED}")
     said = _check_part(folder, CALIBRATOR, {name.removeprefix(PREFIX): shape for name, shape in shapes.items()})
-    if said.get("target") != read_json(folder / "provenance.json", "drafter").get("fingerprint"):
-        raise UserError(f"drafter={folder}: {CALIBRATOR} was fitted for another target. Fit one (train/calibrator.py).")
+    if said.get("target") != read_json(folder / PAPERS, f"drafter={folder}").get("fingerprint"):
+        raise UserError(f"drafter={folder}: {CALIBRATOR} was fitted for another target. {UNCALIBRATED}")
     if said.get("masks") != masks_hash(folder):
-        raise UserError(
-            f"drafter={folder}: {CALIBRATOR} was fitted for another drafter. Fit one (train/calibrator.py)."
-        )
+        raise UserError(f"drafter={folder}: {CALIBRATOR} was fitted for another drafter. {UNCALIBRATED}")
 
 
 def _check_part(folder: Path, name: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, str]:
@@ -161,31 +204,18 @@ def _check_part(folder: Path, name: str, shapes: dict[str, tuple[int, ...]]) -> 
             said = file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise UserError(f"drafter={folder}: {name} cannot be read: {error}. Write it again.") from error
-    if odd := sorted(key for key in found.keys() | shapes.keys() if found.get(key) != shapes.get(key)):
-        have, want = found.get(odd[0], "absent"), shapes.get(odd[0], "absent")
-        raise UserError(f"drafter={folder}: {name} does not fit: {odd[0]} is {have}, must be {want}")
+    if odd := apart(found, shapes):
+        raise UserError(f"drafter={folder}: {name} does not fit: it {odd}")
+    if odd := next((key for key in shapes if found[key] != shapes[key]), ""):
+        have, want = list(found[odd]), list(shapes[odd])
+        raise UserError(f"drafter={folder}: {name} does not fit: {odd} has shape {have}, not {want}")
     return dict(said)
-
-
-def _refuse_other_target(folder: Path, config: FlexDraftConfig, target: Source | Target) -> None:
-    stated = read_json(folder / "provenance.json", "drafter").get("fingerprint")
-    if stated != target.fingerprint:
-        raise UserError(
-            f"drafter={folder} was trained for another target (fingerprint {stated}, this one's is "
-            f"{target.fingerprint}). Use the recipe it was trained with, or train one for this target."
-        )
-    for name, own, theirs in (
-        ("hidden_size", config.hidden_size, target.hidden_size),
-        ("target_layers", config.target_layers, target.n_layers),
-    ):
-        if own != theirs:
-            raise UserError(f"drafter={folder}: its {name} is {own}, the target's {theirs}")
 
 
 def load_flexdraft(folder: Path, target: Target, adapters: bool = False) -> FlexDraft:
     """On the target's device, in fp32; adapters are merged but for `adapters`. Raises UserError naming what does not
-    fit."""
-    drafter = FlexDraft(check_flexdraft(folder, target))
+    fit; warnings are `check_flexdraft`'s."""
+    drafter = FlexDraft(check_flexdraft(folder, target, quiet=True))
     raw, published = read_tensors(folder), flex_published.is_published(folder)
     places = flex_published.names(drafter) if published else names(drafter)
     tensors = {ours: raw[theirs].float() for ours, theirs in places.items()}

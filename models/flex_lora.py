@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from models.weights import apart
 from recipes.files import read_json, write_json
 from recipes.schema import UserError
 
@@ -18,6 +19,11 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"  # PEFT's n
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 PREFIX = "base_model.model.model.layers"  # PEFT's of a causal language model's decoder layers
 ALPHA = 2  # times the rank
+# what changes which weights there are, or how they act
+NOT_DONE = (
+    "rank_pattern", "alpha_pattern", "modules_to_save", "layers_pattern", "exclude_modules", "layer_replication",
+    "target_parameters", "trainable_token_indices", "use_qalora",
+)  # fmt: skip
 PLAIN: dict[str, Any] = {"use_dora": False, "use_rslora": False, "lora_bias": False, "fan_in_fan_out": False}
 
 
@@ -79,20 +85,25 @@ def save_adapter(
     write_json(folder / CONFIG, words)
 
 
-def check_adapter(folder: Path, rank: int) -> None:
-    """Refuse an adapter_config.json that asks for modules that are not there, or for what is not done here."""
+def check_adapter(folder: Path, rank: int, tuned: range) -> None:
+    """Refuse an adapter_config.json that asks for modules that are not there, for other layers than the `tuned` ones,
+    or for what is not done here."""
     path = folder / CONFIG
-    if not path.is_file() or not (folder / WEIGHTS).is_file():
-        raise UserError(f"drafter={folder}: {CONFIG} or {WEIGHTS} is missing. Export it again.")
+    if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
+        raise UserError(f"drafter={folder}: {' and '.join(missing)} is missing. Export it again.")
     config = read_json(path, f"drafter={folder}")
     modules = config.get("target_modules")
-    named = set(modules) if isinstance(modules, list) else {str(modules)}
-    if odd := sorted(named ^ set(MODULES)):
+    named = {str(name) for name in modules} if isinstance(modules, list) else {str(modules)}
+    if odd := apart(named, MODULES):
+        raise UserError(f"drafter={folder}: {CONFIG}'s target_modules must be {', '.join(MODULES)}: it {odd}")
+    layers = config.get("layers_to_transform")
+    if not isinstance(layers, list) or set(map(str, layers)) != set(map(str, tuned)):
         raise UserError(
-            f"drafter={folder}: {CONFIG}'s target_modules must be {', '.join(MODULES)}; it differs in {', '.join(odd)}"
+            f"drafter={folder}: {CONFIG}'s layers_to_transform is {layers}, but the tuned layers of config.json's "
+            f"flexdraft_config are {tuned.start} to {tuned.stop - 1}: it is the adapter of another drafter"
         )
     wanted = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA * rank, "bias": "none", **PLAIN}
     other = [f"{key}={config.get(key)!r}, not {value!r}" for key, value in wanted.items() if config.get(key) != value]
-    other += [f"{key} is given" for key in ("rank_pattern", "alpha_pattern", "modules_to_save") if config.get(key)]
+    other += [f"{key} is given" for key in NOT_DONE if config.get(key)]
     if other:
         raise UserError(f"drafter={folder}: {CONFIG} is for another adapter: {'; '.join(other)}")

@@ -84,11 +84,11 @@ def names(drafter: FlexDraft) -> dict[str, str]:
 
 
 def refuse_other_sizes(folder: Path, config: FlexDraftConfig, target: Source | Target) -> None:
-    """It has no fingerprint: a target of other sizes is all that can be told."""
+    """All that can be told of one without a fingerprint; another target's, or a damaged config."""
     theirs: dict[str, Any] = {"hidden_size": target.hidden_size, "target_layers": target.n_layers}
-    theirs["vocab_size"] = target.vocab_size
+    theirs |= {"vocab_size": target.vocab_size, "rms_norm_eps": target.eps}
     if isinstance(target, Target):
-        same = FlexDraftConfig.from_target(target, config.target_layers - config.split_layer, config.block_size)
+        same = FlexDraftConfig.from_target(target, 1, config.block_size)
         keys = ("num_attention_heads", "num_key_value_heads", "head_dim", "qk_norm")
         theirs |= {key: getattr(same, key) for key in keys}
     for key, value in theirs.items():

@@ -45,6 +45,10 @@ class Source:
         return int(self.config.vocab_size)
 
     @property
+    def eps(self) -> float:
+        return float(self.config.rms_norm_eps)
+
+    @property
     def max_positions(self) -> int:
         return int(self.config.max_position_embeddings)
 

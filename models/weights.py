@@ -6,6 +6,7 @@ A `.bin` is read by torch's weights-only unpickler, which runs no code of the fi
 import re
 import warnings
 import zipfile
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from recipes.schema import UserError
 
 WHOLE = "model.safetensors"
 FORMS = (WHOLE, "pytorch_model.bin")  # each may be in parts, which an index names
+BESIDE = ("adapter_model.safetensors", "calibrator.safetensors")  # of a FlexDraft (models/flex_layout.py)
 LARGEST = 4 << 30  # bytes of a pickle of the old form, which is read whole
 DTYPES = {
     "F64": torch.float64,
@@ -56,10 +58,19 @@ def not_exported(folder: Path, lacking: str) -> UserError:
     return UserError(f"drafter={folder}: {lacking} there, so it is not an exported drafter. {words}")
 
 
-def weights_hash(folder: Path) -> str:
-    """sha256 of the file, or of several files' together."""
-    digests = [sha256_file(path) for path in weight_files(folder)]
+def weights_hash(folder: Path, beside: Sequence[str] = BESIDE) -> str:
+    """sha256 of the file, or of several files' together, with those of `beside` that are there."""
+    more = [folder / name for name in beside if (folder / name).is_file()]
+    digests = [sha256_file(path) for path in [*weight_files(folder), *more]]
     return digests[0] if len(digests) == 1 else sha256_json(digests)
+
+
+def apart(found: Collection[str], wanted: Collection[str]) -> str:
+    """In words what is missing and what is too much, the first few of each; '' where neither is."""
+    lacks, odd = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    parts = ("lacks", lacks), ("has no use for", odd)
+    told = [f"{verb} {', '.join(names[:4])}{f' and {len(names) - 4} more' * (len(names) > 4)}" for verb, names in parts]
+    return " and ".join(words for words, (_, names) in zip(told, parts, strict=True) if names)
 
 
 def read_headers(folder: Path) -> Headers:

@@ -72,6 +72,8 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
     """A JSON object; anything else is told as damage to `what`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{what}: {path} is missing") from error
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{what}: {path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from recipes.schema import (
+    BLOCK_SIZES,
     DECODERS,
     DTYPES,
     KINDS,
@@ -87,7 +88,7 @@ def _broken_rules(r: Recipe) -> list[tuple[str, str]]:
         ("eagle.step_decay", "above 0 and at most 1", 0 < r.eagle.step_decay <= 1),
         ("eagle.lk_scale", "from 0 to 1", 0 <= r.eagle.lk_scale <= 1),
         ("eagle.norm_before_fc", "false beside eagle.fc_norm", not (r.eagle.norm_before_fc and r.eagle.fc_norm)),
-        ("flex.block_size", "from 2 (a mask drafts nothing alone) to 64", 2 <= r.flex.block_size <= 64),
+        ("flex.block_size", "from 2 (a mask drafts nothing alone) to 64", r.flex.block_size in BLOCK_SIZES),
         ("eval.flex_threshold", "from 0 (all drafts) to 1", 0 <= e.flex_threshold <= 1),
         ("flex.gamma", "above 0", r.flex.gamma > 0),
         ("eval.top_p", "above 0 and at most 1", 0 < e.top_p <= 1),

@@ -17,6 +17,7 @@ VERIFIERS = (
 KINDS = ("file", "hub", "self")  # of data.sources
 OBJECTIVES = ("soft_ce", "kl", "lk_alpha", "lk_lambda")  # train/losses.py
 NORMALISERS = ("slots", "per_row")
+BLOCK_SIZES = range(2, 65)  # masks of a group; one alone drafts nothing
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 

@@ -14,11 +14,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 
 from data_prep.run import Prepared
 from eval.drafters import Drafter
-from models.flex_layout import check_flexdraft, is_flexdraft, load_flexdraft
+from models.flex_layout import check_flexdraft, is_flexdraft, load_flexdraft, masks_hash
 from models.flexdraft import Calibrator, FlexDraft
 from models.source import Source
 from models.target import Target
-from models.weights import weights_hash
 from recipes.cli import entry
 from recipes.files import run_folder
 from recipes.schema import Recipe, UserError
@@ -30,7 +29,7 @@ from train.objective import Objective
 
 
 class CalibratorFamily(FlexFamily):
-    title = "Calibrated FlexDraft"
+    title, goes_on = "Calibrated FlexDraft", True
     whole: FlexDraft  # the masks, with a calibrator
 
     def check(self, recipe: Recipe, source: Source | None) -> None:
@@ -47,10 +46,16 @@ class CalibratorFamily(FlexFamily):
                 f"flex.block_size={recipe.flex.block_size}, but the masks in {folder} were trained in blocks of "
                 f"{config.block_size}: give flex.block_size={config.block_size}"
             )
+        if config.calibrator_rank and run.rank() == 0:
+            print(
+                f"note: the masks in {folder} have a calibrator (rank {config.calibrator_rank}). A new one takes its "
+                "place in this run, from zero; that folder stays as it is",
+                flush=True,
+            )
 
     def hashes(self, recipe: Recipe) -> dict[str, str]:
         there = Path(recipe.flexdraft).expanduser().is_dir()  # or a dry run
-        return {"flexdraft.weights": weights_hash(start_of(recipe))} if there else {}
+        return {"flexdraft.weights": masks_hash(start_of(recipe))} if there else {}
 
     def cost(self, recipe: Recipe, prompts: int) -> str:
         return calibrator_cost(recipe, prompts)

@@ -34,6 +34,9 @@ class FlexFamily(run.Family):
     title, part = "FlexDraft", "flex"
     shards = False  # they run through the target's layers, whole ones
 
+    def block(self, recipe: Recipe) -> int:
+        return recipe.flex.block_size
+
     def check(self, recipe: Recipe, source: Source | None) -> None:
         if recipe.target.shard == "always":
             raise UserError("FlexDraft's masks run through layers of the target, whole ones. Use target.shard=never")
@@ -43,6 +46,11 @@ class FlexFamily(run.Family):
             )
         if source is not None:
             check_layers(recipe.flex.layers, source.n_layers)
+            if recipe.flex.parametrisation == "lora" and recipe.flex.lora_rank >= source.hidden_size:
+                raise UserError(
+                    f"flex.lora_rank={recipe.flex.lora_rank} is no low rank: the target's hidden size is "
+                    f"{source.hidden_size}. Use fewer, or flex.parametrisation=full"
+                )
 
     def cost(self, recipe: Recipe, prompts: int) -> str:
         return flexdraft_cost(recipe, prompts)

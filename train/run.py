@@ -30,7 +30,7 @@ from data_prep.run import Prepared, check, load_prepared, prepare
 from data_prep.sources import SourceCost
 from data_prep.state_store import StateStore
 from eval import harness
-from eval.drafters import Drafter
+from eval.drafters import Drafter, served
 from models.card import measured, public, publishable, sources, target_licence, write_card
 from models.sharded import led, load_sharded
 from models.source import Source, load_tokenizer
@@ -63,6 +63,11 @@ class Family:
     title = ""  # as people call it
     part = ""  # the group of the recipe that tells its runs apart
     shards = True  # the target may be cut over the processes
+    goes_on = False  # from the masks that `flexdraft` names
+
+    def block(self, recipe: Recipe) -> int:
+        """Masks of a group, of a drafter that drafts lines; 0 of one that grows trees."""
+        return 0
 
     def check(self, recipe: Recipe, source: Source | None) -> None:
         """Refuse what can be refused before anything loads; `source` is None in a dry run alone."""
@@ -97,6 +102,12 @@ class Family:
 
 def main(recipe: Recipe, family: Family) -> None:
     harness.check_settings(recipe)
+    decoders = served(recipe, family.block(recipe)).eval.decoders
+    if recipe.flexdraft and not family.goes_on:
+        raise UserError(
+            f"flexdraft={recipe.flexdraft} is for train/calibrator.py, which fits a calibrator to those masks. "
+            f"This command trains a new {family.title} drafter, and would not read them: leave flexdraft out"
+        )
     folder = check_writable(run_folder(recipe))
     prompts = load_prompts(recipe.eval.prompts, recipe.eval.limit)
     costs, source = check(recipe)
@@ -111,9 +122,7 @@ def main(recipe: Recipe, family: Family) -> None:
         print("\n".join(expected(recipe, SourceCost.load(costs))))
         print(family.cost(recipe, sum(max(0, c.prompts) for c in costs)))
         print(states.expected_size(recipe, source, SourceCost.load(costs)))
-        print(
-            f"evaluation: {len(prompts)} prompts by {', '.join(recipe.eval.decoders)}\nrun folder: {folder.resolve()}"
-        )
+        print(f"evaluation: {len(prompts)} prompts by {', '.join(decoders)}\nrun folder: {folder.resolve()}")
         return
     with output_folder(folder), alone(folder):
         if not finished(recipe, family, folder, source):

@@ -172,13 +172,23 @@ def test_the_layout_gives_back_the_same_drafter(make: Make, tmp_path: Path) -> N
     ("change", "words"),
     [
         ({"split_layer": 8}, "split_layer 8 is out of range for a target of 8 layers"),
-        ({"block_size": 1}, "block_size 1 drafts nothing"),
+        ({"split_layer": "5"}, r"config\.json's split_layer is '5': must be a whole number from 0"),
+        ({"split_layer": 6}, r"model\.safetensors has no use for layers\.5\.self_attn\.k_proj\.weight"),
+        ({"block_size": 1}, "block_size is 1: must be a whole number from 2 to 64"),
+        ({"block_size": 10**9}, "block_size is 1000000000: must be a whole number from 2 to 64"),
+        ({"calibrator_rank": -1}, "calibrator_rank is -1: must be a whole number from 0"),
+        ({"target_layers": 10**9}, "target_layers is 1000000000: must be"),
+        ({"head_dim": True}, "head_dim is True: must be a whole number"),
+        ({"four_norms": "no"}, "four_norms is 'no': must be true or false"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan: must be a number above 0"),
+        ({"rms_norm_eps": 0.5}, r"its rms_norm_eps is 0\.5, the target's 1e-0"),
+        ({"sizes": 3}, "flexdraft_config has no use for sizes"),
         ({"split_layer": 4}, r"layers\.4\.self_attn.* is missing|layers\.5"),
         ({"hidden_size": 64}, "its hidden_size is 64, the target's 32"),
     ],
 )
 def test_a_folder_that_does_not_fit_is_refused_by_name(
-    make: Make, tmp_path: Path, change: dict[str, int], words: str
+    make: Make, tmp_path: Path, change: dict[str, Any], words: str
 ) -> None:
     target, drafter = make()
     save_flexdraft(drafter, tmp_path / "out", {"fingerprint": target.fingerprint})
@@ -188,6 +198,29 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(
     write_json(path, config)
     with pytest.raises(UserError, match=words):
         check_flexdraft(tmp_path / "out", target)
+
+
+def test_a_calibrator_that_would_not_be_used_and_missing_papers_are_refused_by_name(make: Make, tmp_path: Path) -> None:
+    target, _ = make()
+    drafter, folder = FlexDraft(FlexDraftConfig.from_target(target, 3, SIZE, calibrator_rank=2)), tmp_path / "out"
+    save_flexdraft(drafter, folder, {"fingerprint": target.fingerprint})
+    config = read_json(folder / "config.json", "x")
+    sizes = config["flexdraft_config"]
+    lost = {key: value for key, value in sizes.items() if key != "qk_norm"}
+    for changed, words in (
+        (sizes | {"calibrator_rank": 0}, r"calibrator\.safetensors is there, but config\.json's calibrator_rank is 0"),
+        (lost | {"qk": True}, "flexdraft_config lacks qk_norm and has no use for qk"),
+    ):
+        write_json(folder / "config.json", config | {"flexdraft_config": changed})
+        with pytest.raises(UserError, match=words):
+            check_flexdraft(folder, target)
+    write_json(folder / "config.json", config)
+    write_json(folder / "provenance.json", {})
+    with pytest.raises(UserError, match=r"provenance\.json names no fingerprint"):
+        check_flexdraft(folder, None)
+    (folder / "provenance.json").unlink()
+    with pytest.raises(UserError, match=r"provenance\.json, which says of which target it is, is missing"):
+        check_flexdraft(folder, target)
 
 
 def test_another_targets_drafter_is_refused(make: Make, tmp_path: Path) -> None:

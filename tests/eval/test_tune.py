@@ -137,6 +137,19 @@ def test_the_measured_grid_judges_the_choice() -> None:
     assert tune.shortfall(grid, tuned(decode)["chosen"]) < 0.03
 
 
+def test_the_time_of_the_grid_is_told_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It takes longer than the tuning, whose time alone was told."""
+    decode = machine(0.5, (27.0, 3.5, 3.0))
+    monkeypatch.setattr(tune, "_keeping", lambda warm, batches: decode)
+    found = tune.judged(fake_recipe(max_new_tokens=64), TARGET, DRAFTER, PROMPTS)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("the grid: "))
+    settings = len(tune.candidates(fake_recipe(), "cpu"))
+    real = sum(tune.GRID_BATCHES * tune.GRID_TOKENS / row["tokens_per_s"] for row in found["grid"])
+    assert f"all {settings} settings" in line and float(line.split()[-2]) == pytest.approx(real, rel=0.1)
+
+
 def test_the_grid_shows_why_speculation_is_off() -> None:
     prices = machine(0.1, (27.0, 20.0, 10.0))
     found = tuned(prices)
@@ -205,6 +218,11 @@ def test_tuned_settings_come_back_on_the_same_machine_only(tmp_path: Path, capsy
     assert tunings.read(tmp_path, recipe, TARGET) is None
     assert "other weights of the drafter" in capsys.readouterr().out
     weights.write_bytes(b"a drafter")
+    calibrator = tmp_path / "calibrator.safetensors"
+    calibrator.write_bytes(b"of the same masks")
+    assert tunings.read(tmp_path, recipe, TARGET) is None
+    assert "other weights of the drafter" in capsys.readouterr().out
+    calibrator.unlink()
     assert tunings.read(tmp_path, fake_recipe(temperature=1.0), TARGET) is None
     assert "temperature 0.0 (now 1.0)" in capsys.readouterr().out
     (tmp_path / tunings.FILE).write_text('{"schema": 1, "batch_size": 1}')

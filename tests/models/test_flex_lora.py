@@ -84,8 +84,12 @@ def test_peft_reads_it_onto_the_target(pair: tuple[Target, FlexDraft], learned: 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"target_modules": ["q_proj", "k_proj", "v_proj", "out_proj"]}, "it differs in o_proj, out_proj"),
+        ({"target_modules": ["q_proj", "k_proj", "v_proj", "out_proj"]}, "it lacks o_proj and has no use for out_proj"),
+        ({"target_modules": [["q_proj"]]}, "has no use for"),
         ({"r": 5}, "r=5, not 3"),
+        ({"layers_to_transform": [0, 1, 2]}, r"layers_to_transform is \[0, 1, 2\], but the tuned layers .* are 5 to 7"),
+        ({"layers_to_transform": None}, "layers_to_transform is None"),
+        ({"exclude_modules": ["q_proj"]}, "exclude_modules is given"),
         ({"use_dora": True}, "use_dora=True, not False"),
         ({"rank_pattern": {"q_proj": 1}}, "rank_pattern is given"),
     ],
@@ -111,6 +115,12 @@ def test_another_drafters_adapter_is_not_its_calibrators(
     there.write_bytes(other.read_bytes())
     with pytest.raises(UserError, match=r"calibrator\.safetensors was fitted for another drafter"):
         check_flexdraft(tmp_path / "one", target)
+    path = tmp_path / "one" / "config.json"
+    config = read_json(path, "x")
+    write_json(path, config | {"flexdraft_config": config["flexdraft_config"] | {"lora_rank": 0}})
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors is there, but config\.json's lora_rank is 0"):
+        check_flexdraft(tmp_path / "one", target)
+    write_json(path, config)
     there.unlink()
     with pytest.raises(UserError, match=r"adapter_model\.safetensors is missing"):
         check_flexdraft(tmp_path / "one", target)

@@ -77,8 +77,9 @@ def test_it_is_the_drafter_of_these_tensors(
     )
     assert is_flexdraft(folder)
     assert examine(folder).kind == "FlexDraft"
+    check_flexdraft(folder, target)
     drafter = load_flexdraft(folder, target)
-    assert "carries no target fingerprint" in capsys.readouterr().err
+    assert capsys.readouterr().err.count("carries no target fingerprint") == 1
     assert drafter.config.split_layer == 5 and drafter.config.block_size == SIZE
     wanted = FlexDraft(FlexDraftConfig.from_target(target, LAYERS, SIZE, RANK))
     wanted.mask.data.copy_(tensors["mask_embedding"])
@@ -108,9 +109,11 @@ def test_it_is_written_again_as_ours(target: Target, tmp_path: Path) -> None:
     [
         ({"dflash_config": {"target_layer_ids": [1, 4, 7]}}, "", "target_layer_ids must be the last 3 of 8 layers"),
         ({"dflash_config": {}}, "", "they are None"),
-        ({"block_size": 1}, "", "block_size 1 drafts nothing"),
+        ({"block_size": 1}, "", "block_size is 1: must be a whole number from 2 to 64"),
         ({"block_size": "16"}, "", "block_size is no number above 0"),
         ({"num_attention_heads": 8, "head_dim": 4}, "", "its num_attention_heads is 8, the target's 4"),
+        ({"rms_norm_eps": 1e-5}, "", "its rms_norm_eps is 1e-05, the target's 1e-06"),
+        ({"num_hidden_layers": 5000, "num_target_layers": 5008}, "", "target_layer_ids must be"),
         ({"vocab_size": 330}, "", "its vocab_size is 330, the target's 320"),
         ({}, "layers.1.self_attn.v_proj.weight", r"layers\.1\.self_attn\.v_proj\.weight is missing"),
     ],

@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from data_prep.rows import make_rows
+from eval import run as evaluation
 from models.flex_layout import check_flexdraft, load_flexdraft
 from models.flexdraft import FlexDraft, FlexDraftConfig
 from models.target import Target
@@ -19,7 +21,7 @@ from tests.train import tiny_run
 from tests.train.reading import curve
 from tests.train.test_flexdraft import objective
 from tests.train.tiny_recipe import recipe, written
-from train import calibrator, flexdraft
+from train import calibrator, eagle, flexdraft
 from train.backend import make_accelerator
 from train.checkpoint import Store
 from train.cost import calibrator_cost, flexdraft_cost
@@ -101,6 +103,38 @@ def test_the_calibrator_alone_is_fitted_and_belongs_to_its_masks(
         write_json(folder / "provenance.json", papers)
 
 
+def test_a_calibrator_beside_the_masks_is_replaced_aloud(
+    arguments: list[str], run_dir: Path, calibrated: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for start, count in ((run_dir, 0), (calibrated, 1)):
+        calibrator.main(recipe(arguments, tmp_path / "again", f"flexdraft={start}", "dry_run=true"))
+        assert capsys.readouterr().out.count("have a calibrator (rank 8). A new one takes its place") == count
+
+
+def test_a_dry_run_names_the_decoders_that_the_drafter_has(
+    arguments: list[str], run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["eval.decoders=[ar,chain,eagle,graft]", "dry_run=true"]
+    flexdraft.main(recipe(arguments, tmp_path / "new", *asked))
+    calibrator.main(recipe(arguments, tmp_path / "new", f"flexdraft={run_dir}", *asked))
+    assert capsys.readouterr().out.count("prompts by ar, chain, flex, graft\n") == 2
+    eagle.main(recipe(arguments, tmp_path / "new", *asked))
+    assert "prompts by ar, chain, eagle, graft\n" in capsys.readouterr().out
+    evaluation.main(recipe(arguments, run_dir, *asked))
+    assert "flex: sequential, at most 3 drafts in a row" in capsys.readouterr().out
+    with pytest.raises(UserError, match="decoder=talon is not for this drafter"):
+        evaluation.main(recipe(arguments, run_dir, *asked, "decoder=talon"))
+
+
+@pytest.mark.parametrize("family", [flexdraft, eagle])
+def test_masks_to_go_on_from_are_refused_where_they_would_not_be_read(
+    arguments: list[str], run_dir: Path, tmp_path: Path, family: ModuleType
+) -> None:
+    with pytest.raises(UserError, match=r"is for train/calibrator\.py.*leave flexdraft out"):
+        family.main(recipe(arguments, tmp_path / "new", f"flexdraft={run_dir}"))
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -119,14 +153,18 @@ def test_a_calibrator_of_nothing_or_of_other_masks_is_refused(
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [("flex.layers=9", "flex.layers=9 is out of range: this target has 8 layers"), ("flex.block_size=1", "from 2")],
+    [
+        (["flex.layers=9"], "flex.layers=9 is out of range: this target has 8 layers"),
+        (["flex.block_size=1"], "from 2"),
+        (["flex.parametrisation=lora", "flex.lora_rank=32"], "flex.lora_rank=32 is no low rank: .* hidden size is 32"),
+    ],
 )
 def test_what_the_target_cannot_be_is_refused_before_weights_load(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, words: str
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], words: str
 ) -> None:
     monkeypatch.setattr("train.run.load_target", None)
     with pytest.raises(UserError, match=words):
-        flexdraft.main(recipe(arguments, tmp_path / "none", given))
+        flexdraft.main(recipe(arguments, tmp_path / "none", *given))
 
 
 @pytest.mark.slow
