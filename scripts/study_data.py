@@ -24,13 +24,11 @@ from rich.table import Table
 from data_prep.rows import Rows, joined
 from data_prep.run import Prepared
 from data_prep.vocabulary import predicted
-from models.target import Target
 from recipes.cli import entry, told
 from recipes.files import read_json, run_folder, sha256_json, write_json
 from recipes.schema import Recipe, UserError
 from train import run
 from train.eagle import EagleFamily
-from train.objective import Objective
 
 
 class Study(EagleFamily):
@@ -44,9 +42,7 @@ class Study(EagleFamily):
         also = sha256_json([folder.name for folder in self.also])[:16]
         return super().hashes(recipe) | {"study.answer_tokens": str(self.wanted), "study.also": also}
 
-    def objective(
-        self, recipe: Recipe, target: Target, teacher: Target, prepared: Prepared, bf16: bool
-    ) -> tuple[Objective, Prepared]:
+    def chosen(self, recipe: Recipe, prepared: Prepared) -> Prepared:
         for folder in self.also:
             if not (folder / "train").is_dir():
                 raise UserError(f"also: {folder} holds no prepared rows; name the rows-... folders of data_prep.run")
@@ -60,8 +56,7 @@ class Study(EagleFamily):
         print(f"study: {said}", flush=True)
         write_json(run_folder(recipe) / "study.json", said)
         changed = sha256_json([prepared.report["hash"], self.wanted, [folder.name for folder in self.also]])
-        chosen = replace(prepared, train=train, report={**prepared.report, "hash": changed})
-        return super().objective(recipe, target, teacher, chosen, bf16)
+        return replace(prepared, train=train, report={**prepared.report, "hash": changed})
 
 
 def share_of(rows: Rows, share: float, seed: int) -> Rows:

@@ -4,10 +4,8 @@ and its papers, evaluation after each epoch and at the end, the last screen.
 A family is a file with a `Family`, an Objective, and a line that hands the one to `main` (train/flexdraft.py).
 """
 
-import importlib.metadata
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -43,18 +41,15 @@ from recipes.files import (
     run_folder,
     whole_folder,
     write_json,
-    write_text,
 )
-from recipes.loading import save
 from recipes.schema import Recipe, UserError
 from train.backend import fill, make_accelerator, shards_target
-from train.checkpoint import ROWS, STEP, TEACHER, State, Store, refuse_change, refuse_other_run, run_identity
+from train.checkpoint import STEP, TEACHER, State, Store, refuse_change, refuse_other_run, run_identity
 from train.features import StoredTeacher
 from train.loop import Loop
 from train.objective import Objective
+from train.papers import begin, data_hashes, hashes, provenance
 from train.precision import precision
-
-VERSIONS = ("torch", "transformers", "accelerate", "deepspeed", "safetensors")
 
 
 class Family:
@@ -78,6 +73,10 @@ class Family:
 
     def cost(self, recipe: Recipe, prompts: int) -> str:
         raise NotImplementedError
+
+    def chosen(self, recipe: Recipe, prepared: Prepared) -> Prepared:
+        """What of the prepared data is trained on; by itself all."""
+        return prepared
 
     def objective(
         self, recipe: Recipe, target: Target, teacher: Target, prepared: Prepared, bf16: bool
@@ -139,7 +138,7 @@ def train(recipe: Recipe, family: Family, folder: Path, source: Source, prompts:
     prepared = led(target, main, lambda: prepare(recipe, loader(recipe, target), source))
     told: list[Any] = [str(prepared.folder), precision(recipe, device, folder)] if prepared else ["", {}]
     shared_folder, chosen = broadcast_object_list(told)  # what a short timing says must hold for all
-    prepared = prepared or shared(Path(shared_folder))
+    prepared = family.chosen(recipe, prepared or shared(Path(shared_folder)))
     teacher = loader(recipe, target)(choose_dtype(chosen[TEACHER], device))
     objective, prepared = family.objective(recipe, target, teacher, prepared, chosen[STEP] == "bfloat16")
     identity = identify(recipe, family, source, prepared) | chosen
@@ -202,56 +201,9 @@ def shared(folder: Path) -> Prepared:
     return load_prepared(folder)
 
 
-def hashes(source: Source | None) -> dict[str, str]:
-    """Of the target, where it is at hand."""
-    if source is None:
-        return {}
-    return {"target.fingerprint": source.fingerprint, "target.template": source.template_hash}
-
-
-def begin(recipe: Recipe, folder: Path, source: Source, prepared: Prepared, identity: dict[str, str]) -> None:
-    """The run folder's papers."""
-    save(recipe, folder / "recipe.yaml")
-    write_json(folder / "provenance.json", provenance(recipe, source, prepared, identity))
-    link = folder / "data"
-    if link.is_symlink() and link.resolve() != prepared.folder.resolve():
-        link.unlink()  # data.cache may be another than it was
-    if not link.is_symlink() and not link.exists():
-        try:
-            link.symlink_to(prepared.folder.resolve(), target_is_directory=True)
-        except OSError:  # a file system without links
-            write_text(folder / "data.txt", f"{prepared.folder.resolve()}\n")
-
-
-def provenance(recipe: Recipe, source: Source, prepared: Prepared, identity: dict[str, str]) -> dict[str, Any]:
-    return {
-        "target": {"path": recipe.target.path, "fingerprint": source.fingerprint, "template": source.template_hash},
-        "template_args": recipe.target.template_args,
-        "conditions": prepared.report["conditions"],
-        "data": {"hash": prepared.report["hash"], "folder": str(prepared.folder.resolve())},
-        "vocabulary": prepared.report["vocabulary"],
-        "precision": {"step": identity[STEP], "teacher": identity[TEACHER]},
-        "init_from": recipe.eagle.init_from,
-        "seed": recipe.seed,
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in VERSIONS}},
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
-
-
 def identify(recipe: Recipe, family: Family, source: Source, prepared: Prepared) -> dict[str, str]:
     made = data_hashes(prepared) | {"vocabulary.hash": prepared.vocab.hash()}
     return run_identity(recipe, family.part, **hashes(source), **family.hashes(recipe), **made)
-
-
-def data_hashes(prepared: Prepared) -> dict[str, str]:
-    """Of what the rows were made from, and of themselves: the target may have written them again, in other words."""
-    return {"data.hash": str(prepared.report["hash"]), ROWS: prepared.train.hash()}
 
 
 def load_best(store: Store, trained: Any) -> None:
@@ -367,7 +319,7 @@ def finished(recipe: Recipe, family: Family, folder: Path, source: Source) -> bo
     if rank() == 0:
         prepared, seen = states.prepared_already(recipe, source), "none are prepared for the sources as they are now"
         if prepared is not None:
-            now, seen = data_hashes(prepared), "they are the same"
+            now, seen = data_hashes(family.chosen(recipe, prepared)), "they are the same"
             refuse_change({k: v for k, v in summary["identity"].items() if k in now}, now, folder)
         print(
             f"this run is finished: {summary['steps']} steps (its data: {seen}). "
