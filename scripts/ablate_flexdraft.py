@@ -84,13 +84,15 @@ class Arm:
         return self.chain or int(self.flex["block_size"]) - 1
 
 
-def arms_of(target_layers: int) -> list[Arm]:
-    few, some, many = (max(1, round(target_layers * share)) for share in (1 / 6, 1 / 3, 1 / 2))
-    first = {"layers": some, "block_size": 16, "parametrisation": "full", "calibrator": False}
+def arms_of(target_layers: int, layers: int = 0) -> list[Arm]:
+    """`layers`: of the recipe, tuned in all variants but two."""
+    few, third, half = (max(1, round(target_layers * share)) for share in (1 / 6, 1 / 3, 1 / 2))
+    layers = layers or third
+    others = sorted({few, third, half} - {layers})[:2]
+    first = {"layers": layers, "block_size": 16, "parametrisation": "full", "calibrator": False}
     changes: list[tuple[str, dict[str, Any]]] = [
-        (f"{some} layers, full copies, block 16", {}),
-        (f"{few} layers", {"layers": few}),
-        (f"{many} layers", {"layers": many}),
+        (f"{layers} layers, full copies, block 16", {}),
+        *((f"{count} layers", {"layers": count}) for count in others),
         ("low-rank adapters", {"parametrisation": "lora"}),
         ("whole layers, feed-forward blocks too", {"parametrisation": "layers"}),
         ("block 8", {"block_size": 8}),
@@ -331,7 +333,7 @@ def main(recipe: Recipe, only: str = "") -> None:
     settled = replace(recipe.train, max_steps=recipe.train.max_steps or STEPS, tracker="none", keep=1)
     bench = make_bench(replace(recipe, train=settled))
     out = Path(recipe.out or OUT).expanduser()
-    arms, masks, modes = arms_of(bench.target.n_layers), None, ""
+    arms, masks, modes = arms_of(bench.target.n_layers, recipe.flex.layers), None, ""
     for arm in chosen(arms, only):
         if not known(bench, arm):
             if arm.after and masks is None:
