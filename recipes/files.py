@@ -56,7 +56,9 @@ def flush(path: Path) -> None:
         finally:
             os.close(handle)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EACCES) or not path.is_dir():  # network folders; write-only ones
+        # network folders, others that cannot; write-only ones
+        odd = errno.EINVAL, errno.ENOTSUP, errno.EACCES
+        if error.errno not in odd or not path.is_dir():
             raise
 
 

@@ -78,14 +78,15 @@ def test_a_power_cut_leaves_no_name_without_its_content(tmp_path: Path, monkeypa
     assert events == ["flush model", "flush aside", "aside to step-3", f"flush {tmp_path.name}"]
 
 
+@pytest.mark.parametrize("refusal", [errno.EINVAL, errno.ENOTSUP])
 def test_a_file_system_that_flushes_no_folders_is_written_to_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refusal: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fsync = os.fsync
 
     def files_alone(handle: int) -> None:
         if stat.S_ISDIR(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(refusal, os.strerror(refusal))
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", files_alone)
