@@ -17,7 +17,7 @@ from eval import calibrated, harness, sweep, tune, tunings
 from eval.drafters import Drafter, fitted, served
 from eval.outcome import check_prompts, disjoint, warmup_prompts
 from eval.plan import Entry, batch_sizes, check_settings, describe, plan
-from models.flex_layout import check_flexdraft, is_flexdraft, load_flexdraft
+from models.flex_layout import check_flexdraft, is_flexdraft, load_flexdraft, read_config
 from models.layouts import check_drafter, find_drafter, load_drafter
 from models.source import Source, load_tokenizer, look_up, on_the_hub, resolve
 from models.target import Target, check_taps, choose_device, choose_dtype, load_target
@@ -127,7 +127,7 @@ def as_served(recipe: Recipe) -> Recipe:
     folder = drafter_folder(recipe)
     if not needs_drafter(recipe) or not folder.is_dir():
         return recipe
-    return served(recipe, check_flexdraft(folder, None, quiet=True).block_size if is_flexdraft(folder) else 0)
+    return served(recipe, read_config(folder).block_size if is_flexdraft(folder) else 0)
 
 
 def load(recipe: Recipe) -> tuple[Target, Drafter, Path]:

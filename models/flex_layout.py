@@ -18,18 +18,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from models import flex_lora, flex_published
+from models import flex_published
 from models.flex_lora import adapter_names, check_adapter, save_adapter
 from models.flexdraft import FlexDraft, FlexDraftConfig
 from models.imports import refuse_not_finite
 from models.source import Source
 from models.target import Target
-from models.weights import WHOLE, apart, read_headers, read_tensors, weights_hash
+from models.weights import ADAPTER, CALIBRATOR, WHOLE, apart, read_headers, read_tensors, weights_hash
 from recipes.files import read_json, whole_folder, write_json
 from recipes.schema import BLOCK_SIZES, UserError
 
 KEY, PAPERS = "flexdraft_config", "provenance.json"
-PREFIX, CALIBRATOR, ADAPTER = "calibrator.", "calibrator.safetensors", flex_lora.WEIGHTS
+PREFIX = "calibrator."
 LARGEST = 2**20 + 1  # no size of a model reaches it
 NUMBERS = {"target_layers": range(1, 1001), "split_layer": range(1000), "block_size": BLOCK_SIZES}  # else from 1
 NUMBERS |= dict.fromkeys(("calibrator_rank", "lora_rank", "inner_size"), range(LARGEST))
@@ -101,14 +101,7 @@ def is_flexdraft(folder: Path) -> bool:
 
 def check_flexdraft(folder: Path, target: Source | Target | None, quiet: bool = False) -> FlexDraftConfig:
     """Refuse, before weights load, what is damaged, incomplete, or for another target; warnings unless `quiet`."""
-    published = flex_published.is_published(folder)
-    config = flex_published.read_config(folder) if published else _read_config(folder)
-    _refuse_odd_values(folder, config)
-    if config.split_layer >= config.target_layers:
-        raise UserError(
-            f"drafter={folder}: split_layer {config.split_layer} is out of range for a target of "
-            f"{config.target_layers} layers"
-        )
+    published, config = flex_published.is_published(folder), read_config(folder)
     if not published:
         _refuse_other_papers(folder, config, target)
     if target is not None:
@@ -140,7 +133,19 @@ def check_flexdraft(folder: Path, target: Source | Target | None, quiet: bool = 
     return config
 
 
-def _read_config(folder: Path) -> FlexDraftConfig:
+def read_config(folder: Path) -> FlexDraftConfig:
+    """Of a folder in either layout; UserError where it is none of a FlexDraft that can be."""
+    config = flex_published.read_config(folder) if flex_published.is_published(folder) else _own_config(folder)
+    _refuse_odd_values(folder, config)
+    if config.split_layer >= config.target_layers:
+        raise UserError(
+            f"drafter={folder}: split_layer {config.split_layer} is out of range for a target of "
+            f"{config.target_layers} layers"
+        )
+    return config
+
+
+def _own_config(folder: Path) -> FlexDraftConfig:
     raw = read_json(folder / "config.json", f"drafter={folder}")[KEY]
     if not isinstance(raw, dict):
         raise UserError(f"drafter={folder}: config.json's {KEY} is no table of settings. Export it again.")

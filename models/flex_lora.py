@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from models.weights import apart
+from models.weights import ADAPTER, apart
 from recipes.files import read_json, write_json
 from recipes.schema import UserError
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"  # PEFT's names
+CONFIG = "adapter_config.json"  # PEFT's name
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 PREFIX = "base_model.model.model.layers"  # PEFT's of a causal language model's decoder layers
 ALPHA = 2  # times the rank
@@ -70,7 +70,7 @@ def save_adapter(
     plain = {name.replace(".default.", "."): theirs for name, theirs in adapter_names(layers, first).items()}
     stored = get_peft_model_state_dict(layers, adapter_name="default")
     named = {plain[name]: t.detach().to("cpu", dtype).contiguous() for name, t in stored.items()}
-    save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(named, folder / ADAPTER, metadata={"format": "pt"})
     tuned = list(range(first, first + len(layers)))
     config = LoraConfig(
         r=rank,
@@ -89,7 +89,7 @@ def check_adapter(folder: Path, rank: int, tuned: range) -> None:
     """Refuse an adapter_config.json that asks for modules that are not there, for other layers than the `tuned` ones,
     or for what is not done here."""
     path = folder / CONFIG
-    if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
+    if missing := [name for name in (CONFIG, ADAPTER) if not (folder / name).is_file()]:
         raise UserError(f"drafter={folder}: {' and '.join(missing)} is missing. Export it again.")
     config = read_json(path, f"drafter={folder}")
     modules = config.get("target_modules")

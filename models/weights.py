@@ -20,7 +20,8 @@ from recipes.schema import UserError
 
 WHOLE = "model.safetensors"
 FORMS = (WHOLE, "pytorch_model.bin")  # each may be in parts, which an index names
-BESIDE = ("adapter_model.safetensors", "calibrator.safetensors")  # of a FlexDraft (models/flex_layout.py)
+ADAPTER, CALIBRATOR = "adapter_model.safetensors", "calibrator.safetensors"  # PEFT's name, and ours
+BESIDE = (ADAPTER, CALIBRATOR)  # of a FlexDraft (models/flex_layout.py)
 LARGEST = 4 << 30  # bytes of a pickle of the old form, which is read whole
 DTYPES = {
     "F64": torch.float64,

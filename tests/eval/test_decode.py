@@ -25,19 +25,6 @@ LENGTHS = (5, 9, 3)
 
 
 @pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., Any]) -> Target:
-    found: Target = tiny_target("llama", initializer_range=0.1)
-    return found
-
-
-@pytest.fixture(scope="module")
-def drafter(target: Target) -> Eagle3:
-    """Started from the target, so that some drafts are accepted."""
-    found: Eagle3 = tiny_drafter(target, [i for i in range(320) if i % 5], noise=0.0)
-    return found
-
-
-@pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
     source = torch.Generator().manual_seed(1)
     return [torch.randint(2, 320, (n,), generator=source).tolist() for n in LENGTHS]

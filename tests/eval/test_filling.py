@@ -21,24 +21,11 @@ from models.eagle3 import Eagle3
 from models.target import Target
 from tests.eval.fakes import FakeDecode, FakeTarget, fake_drafter, fake_prompts, fake_recipe
 from tests.eval.test_drafting import Scene
-from tests.tiny import tiny_drafter
 
 CPU = torch.device("cpu")
 NEW = 100
 # every round is stopped at once
 GRAFT = Settings("graft", NEW, depth=2, branch=4, nodes=20, gates=(1.0, 1.0, 1.0))
-
-
-@pytest.fixture(scope="module")
-def target(tiny_target: Callable[..., Any]) -> Target:
-    found: Target = tiny_target("llama", initializer_range=0.1)
-    return found
-
-
-@pytest.fixture(scope="module")
-def drafter(target: Target) -> Eagle3:
-    found: Eagle3 = tiny_drafter(target, [i for i in range(320) if i % 5], noise=0.0)
-    return found
 
 
 @pytest.fixture(scope="module")
