@@ -8,8 +8,9 @@ import torch
 
 from data_prep.progress import meter
 from data_prep.writer import Begin, Done, Request, noise_seed
+from models.device import choose_dtype
 from models.generate import generate
-from models.target import Target, choose_dtype
+from models.target import Target
 
 WAVES = 16  # rows of a shard for each row decoded at a time: enough that the emptying at its end costs little
 PROBE_SECONDS = 0.02

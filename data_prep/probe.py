@@ -17,9 +17,10 @@ import torch
 
 from data_prep.local import generation_dtype
 from models.capture import Steps
+from models.device import choose_device
 from models.sampling import draw, law, uniforms
 from models.source import Source
-from models.target import Target, choose_device
+from models.target import Target
 from recipes.files import cache_dir
 from recipes.schema import Recipe, TargetConfig
 

@@ -30,8 +30,9 @@ from data_prep.tally import Tally
 from data_prep.template import arguments_read, edges
 from data_prep.vocabulary import build_vocab, coverage, low_coverage, predicted, special_tokens
 from data_prep.writer import Writer, noise_seed
+from models.device import choose_device
 from models.source import Source, load_tokenizer, look_up, resolve
-from models.target import check_taps, choose_device, load_target
+from models.target import check_taps, load_target
 from models.vocab import VocabMap, read_vocab, write_vocab
 from recipes.cli import entry
 from recipes.files import cache_dir, check_writable, output_folder, read_json, sha256_json, whole_folder, write_json

@@ -28,8 +28,9 @@ from data_prep.sources import SourceCost
 from data_prep.state_store import Layout, Stored, free_bytes, refuse_full, stored, tensor_bytes, write_shard
 from data_prep.teacher import read_features
 from models.attention import Documents
+from models.device import choose_device, choose_dtype, local_device
 from models.source import Source
-from models.target import Target, check_taps, choose_device, choose_dtype, load_target, local_device
+from models.target import Target, check_taps, load_target
 from recipes.cli import entry
 from recipes.schema import Recipe, UserError
 

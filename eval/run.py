@@ -17,10 +17,11 @@ from eval import calibrated, harness, sweep, tune, tunings
 from eval.drafters import Drafter, fitted, served
 from eval.outcome import check_prompts, disjoint, warmup_prompts
 from eval.plan import Entry, batch_sizes, check_settings, describe, plan
+from models.device import choose_device, choose_dtype
 from models.flex_layout import check_flexdraft, is_flexdraft, load_flexdraft, read_config
 from models.layouts import check_drafter, find_drafter, load_drafter
 from models.source import Source, load_tokenizer, look_up, on_the_hub, resolve
-from models.target import Target, check_taps, choose_device, choose_dtype, load_target
+from models.target import Target, check_taps, load_target
 from recipes.cli import entry
 from recipes.files import check_writable, output_folder, run_folder
 from recipes.schema import DRAFTED, Recipe, TargetConfig, UserError

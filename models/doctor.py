@@ -103,8 +103,9 @@ def kind_of(draft: Draft) -> str:
 
 
 def measure(folder: Path, cfg: TargetConfig, facts: Facts, draft: Draft) -> Simulated:
+    from models.device import choose_device
     from models.layouts import load_drafter
-    from models.target import choose_device, load_target
+    from models.target import load_target
 
     taps = engine_taps(facts, draft)["vLLM"]
     target = load_target(replace(cfg, taps=taps or []), choose_device())

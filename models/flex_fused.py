@@ -38,10 +38,10 @@ def verify(drafter: Any, target: Target, fused: ModuleType, ids_BT: Tensor, cach
     B, T = ids_BT.shape
     c, rope = drafter.config, target.rope(target.kinds[0])
     size, split, device = c.block_size, c.split_layer, ids_BT.device
-    x, delta = target.embed_tokens(ids_BT), None
+    x, delta, mix = target.embed_tokens(ids_BT), None, target.fused_attention(fused, None, cache)
     for index, layer in enumerate(target.layers[:split]):
         x, normed = fused.add_norm(x, delta, layer.norms["input_layernorm"], target.eps)
-        x, delta = target.fused_layer(fused, index, x, normed, None, cache, None)
+        x, delta = target.fused_layer(fused, index, x, normed, mix)
     z = torch.cat((x if delta is None else x + delta, drafter.mask.to(x.dtype).expand(B, T * size, -1)), 1)
     seen_BT = cache.lengths.unsqueeze(1) + torch.arange(1, T + 1, device=device)
     places_R = (seen_BT.unsqueeze(2) + torch.arange(size, device=device)).flatten()

@@ -19,16 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from models import flex_fused, flex_lora
-from models.attention import Documents, attend
+from models.attention import attend
 from models.cache import KVCache
 from models.capture import in_place
 from models.flex_groups import Groups, attend_groups
 from models.linear import Linear, linear
+from models.packed import Keys
 from models.target import AttendFn, Target
 from models.target_weights import Affine, Layer
 from recipes.schema import UserError
-
-Keys = dict[int, tuple[Tensor, Tensor]]  # of a late layer, the target's keys and values [1, K, T, D]
 
 
 @dataclass(frozen=True)
@@ -377,16 +376,3 @@ class _Sight:
         k = torch.cat((self.cache.keys[index, :, :, :span], k), 2)
         v = torch.cat((self.cache.values[index, :, :, :span], v), 2)
         return attend(q, k, v, wide, layer.scale, layer.softcap)
-
-
-def late_keys(target: Target, split: int, ids_T: Tensor, documents: Documents) -> tuple[Keys, Tensor]:
-    """The target's keys and values of a packed row in the layers from `split` on, and its final normed states [T, H]:
-    its own forward, to the bit."""
-    keys: Keys = {}
-
-    def see(index: int, k: Tensor, v: Tensor) -> None:
-        if index >= split:
-            keys[index] = (k.contiguous(), v.contiguous())
-
-    states = target.packed_features(ids_T, documents, see)
-    return keys, states.final_BTH[0]

@@ -22,7 +22,7 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _add_norm(x, delta, gain, total, out, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
-    row, at = tl.program_id(0), tl.arange(0, BLOCK)
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     inside = at < size
     value = tl.load(x + row * size + at, mask=inside, other=0.0)
     if ADD:
@@ -36,7 +36,7 @@ def _add_norm(x, delta, gain, total, out, size, eps, ADD: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _gated(gate_up, out, size, BLOCK: tl.constexpr):
-    row, at = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     gate = tl.load(gate_up + row * 2 * size + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + at, mask=inside, other=0.0).to(tl.float32)

@@ -4,7 +4,6 @@ Layer numbering: `h[0]` is the embedding output, `h[L]` the residual stream afte
 layers, before the final norm. B batch, T positions, S key slots, H hidden, V vocabulary, C = len(taps) * H.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import lean
-from models.attention import Documents, Heads, attend, attend_documents, rotate
+from models.attention import Documents, Heads, attend, attend_documents, half_on_gpu, rotate
 from models.cache import KVCache
+from models.device import choose_dtype
 from models.kernels import HEAD_SIZES, kernels, serve
 from models.linear import linear
 from models.source import Source, load_model, load_tokenizer, resolve
@@ -27,6 +27,7 @@ PREFILL_CHUNK = 2048  # positions of a prefill's forward, at most
 PREFILL_CELLS = 1 << 25  # of its mask (rows x positions x context), at most
 
 AttendFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, queries, keys, values) -> [B, T, N*D]
+MixFn = Callable[[int, Tensor], Tensor]  # (layer, what its queries, keys and values are made of) -> [B, T, N*D]
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,8 @@ class Target:
         """
         B, T = ids_BT.shape
         if cache is not None and self.kernels and serve(cache, T):
-            return self._fused(self.kernels, self.embed_tokens(ids_BT), depths_BT, cache, ancestors_BTT)
+            mix = self.fused_attention(self.kernels, depths_BT, cache, ancestors_BTT)
+            return self._fused(self.kernels, self.embed_tokens(ids_BT), mix)
         depths = torch.arange(T, device=self.device).expand(B, T) if depths_BT is None else depths_BT
         start = cache.lengths.unsqueeze(1) if cache is not None else 0
         positions = (depths + start).clamp(max=self.max_positions - 1)
@@ -187,28 +189,31 @@ class Target:
                 states.append(x)
         return States(torch.cat(states, -1), self.norm(x, self.final_norm))
 
-    def _fused(
-        self, fused: ModuleType, x: Tensor, depths_BT: Tensor | None, cache: KVCache, ancestors_BTT: Tensor | None
-    ) -> States:
-        """`forward` by the kernels of the device: the same layers, with fewer launches."""
-        seen = None if ancestors_BTT is None else ancestors_BTT.to(torch.uint8).contiguous()
+    def _fused(self, fused: ModuleType, x: Tensor, mix: MixFn) -> States:
+        """`_run` by the kernels of the device: the same layers, with fewer launches and less memory read."""
         states, delta = [], None  # type: list[Tensor], Tensor | None
         for index, layer in enumerate(self.layers):
             x, normed = fused.add_norm(x, delta, layer.norms["input_layernorm"], self.eps)
             if index in self.taps:
                 states.append(x)
-            x, delta = self.fused_layer(fused, index, x, normed, depths_BT, cache, seen)
+            x, delta = self.fused_layer(fused, index, x, normed, mix)
         return States(torch.cat(states, -1), fused.add_norm(x, delta, self.final_norm, self.eps)[1])
 
     def fused_layer(
-        self, fused: ModuleType, index: int, x: Tensor, normed: Tensor, depths: Tensor | None, cache: KVCache,
-        seen: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, fused: ModuleType, index: int, x: Tensor, normed: Tensor, mix: MixFn
+    ) -> tuple[Tensor, Tensor]:
         """The stream behind a layer's attention, from the stream before it and its norm, and what is to be added."""
-        layer, rope = self.layers[index], self.rope(self.kinds[0])
-        qkv = linear(normed, layer.qkv, layer.qkv_bias)
-        mixed = fused.attention(qkv, rope, depths, cache, index, self.heads(layer), seen)
+        layer = self.layers[index]
+        mixed = mix(index, linear(normed, layer.qkv, layer.qkv_bias))
         return layer.fused_rest(fused, x, linear(mixed, layer.out.weight, layer.out.bias), self.eps)
+
+    def fused_attention(
+        self, fused: ModuleType, depths: Tensor | None, cache: KVCache, ancestors_BTT: Tensor | None = None
+    ) -> MixFn:
+        """Over what `cache` holds and the new tokens."""
+        rope = self.rope(self.kinds[0])
+        seen = None if ancestors_BTT is None else ancestors_BTT.to(torch.uint8).contiguous()
+        return lambda i, qkv: fused.attention(qkv, rope, depths, cache, i, self.heads(self.layers[i]), seen)
 
     def heads(self, layer: Layer) -> Heads:
         q_gain, k_gain = layer.norms.get("q_norm"), layer.norms.get("k_norm")
@@ -250,7 +255,7 @@ class Target:
         q, k, v = qkv.split([self.n_heads, self.n_kv, self.n_kv], dim=1)
         if "q_norm" in norms:
             q, k = self.norm(q, norms["q_norm"]), self.norm(k, norms["k_norm"])
-        turn = lean.rotate if qkv_BTX.requires_grad and self.head_dim in HEAD_SIZES else rotate
+        turn = lean.rotate if self.head_dim in HEAD_SIZES else rotate
         return turn(q, *rope), turn(k, *rope), v
 
     def finish(self, layer: Layer, x_BTH: Tensor, mixed_BTH: Tensor) -> Tensor:
@@ -319,8 +324,17 @@ class Target:
             window = self.window if layer.kind == "sliding_attention" else None
             return attend_documents(q, k, v, documents, window, layer.scale, layer.softcap)
 
-        positions_T = documents.positions_T.clamp(max=self.max_positions - 1)
-        return self._run(ids_T.unsqueeze(0), positions_T.unsqueeze(0), attention)
+        ids_BT = ids_T.unsqueeze(0)
+        positions_BT = documents.positions_T.clamp(max=self.max_positions - 1).unsqueeze(0)
+        if not (self.kernels and half_on_gpu(self.final_norm)):
+            return self._run(ids_BT, positions_BT, attention)
+        cos, sin = self.rope(self.kinds[0])
+        rope = cos[positions_BT], sin[positions_BT]
+
+        def mix(index: int, qkv: Tensor) -> Tensor:
+            return attention(index, *self.split_heads(qkv, self.layers[index].norms, rope))
+
+        return self._fused(self.kernels, self.embed_tokens(ids_BT), mix)
 
     def logits(self, final: Tensor, head: Tensor | None = None) -> Tensor:
         """[..., H] -> [..., V], or by some rows of the head alone."""
@@ -361,32 +375,6 @@ def refuse_nan(logits_BV: Tensor) -> Tensor:
             "dtype. Try target.dtype=float32 (and data.dtype=float32), or fetch the target again."
         )
     return logits_BV
-
-
-def choose_device(name: str = "auto") -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("device=cuda, but torch sees no GPU here. Use device=cpu or leave it at auto.")
-    return torch.device(name)
-
-
-def local_device(name: str) -> torch.device:
-    """The GPU that accelerate will give this process, known before accelerate is asked."""
-    device = choose_device(name)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    return device
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-    if name not in dtypes:
-        raise UserError(f"dtype {name!r} is not one of auto, {', '.join(dtypes)}")
-    return dtypes[name]
 
 
 def load_target(cfg: TargetConfig, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Target:

@@ -37,8 +37,9 @@ from eval.harness import UNTIMED_BATCH
 from eval.outcome import disjoint, encode, in_dtype, longest_prompt, row_id, warmup_prompts
 from eval.plan import at_batch, check_settings, settings_of
 from eval.results import environment
+from models.device import choose_device, choose_dtype
 from models.flexdraft import FlexDraft
-from models.target import Target, choose_device, choose_dtype, load_target
+from models.target import Target, load_target
 from recipes.cli import entry
 from recipes.files import read_json, run_folder, write_json, write_text
 from recipes.schema import Recipe, UserError

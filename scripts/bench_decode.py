@@ -22,10 +22,11 @@ from eval.decode import decode_keeping
 from eval.drafters import Drafter
 from eval.engine import PHASES
 from eval.settings import Settings
+from models.device import choose_device, choose_dtype
 from models.eagle3 import Eagle3, Eagle3Config
 from models.flexdraft import FlexDraft, FlexDraftConfig
 from models.source import Source
-from models.target import Target, choose_device, choose_dtype
+from models.target import Target
 from models.vocab import VocabMap
 
 SHAPES: dict[str, dict[str, Any]] = {

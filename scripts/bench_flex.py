@@ -23,8 +23,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from data_prep.rows import make_rows
+from models.device import choose_device
 from models.flexdraft import FlexDraft, FlexDraftConfig
-from models.target import Target, choose_device
+from models.target import Target
 from recipes.cli import told, words
 from recipes.schema import FlexConfig, Recipe
 from scripts.bench_decode import SHAPES, build, wait

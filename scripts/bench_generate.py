@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data_prep.prompts import load_prompts
 from data_prep.template import edges, prompt_ids
+from models.device import choose_device, choose_dtype
 from models.generate import generate
-from models.target import Target, choose_device, choose_dtype, load_target
+from models.target import Target, load_target
 from recipes.loading import load
 from recipes.schema import TargetConfig
 from scripts.bench_decode import copy_bandwidth, wait

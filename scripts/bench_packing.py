@@ -18,8 +18,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data_prep.rows import Rows, make_rows
+from models.device import choose_device
 from models.eagle3 import Eagle3, Eagle3Config
-from models.target import Target, choose_device, load_target
+from models.target import Target, load_target
 from models.vocab import VocabMap
 from recipes.cli import entry
 from recipes.schema import Recipe

@@ -27,8 +27,8 @@ from eval.rules import TABLE, Rule, faults, verify
 from eval.tree import merged
 from eval.verify import Drafts, follow
 from models.capture import Steps
+from models.device import choose_device
 from models.sampling import draw, law, sample
-from models.target import choose_device
 
 SETS = 3  # of laws, in turn: together more than a GPU's cache holds
 

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from omegaconf import OmegaConf
 
-from models.target import choose_device
+from models.device import choose_device
 from recipes.cli import told, words
 from recipes.files import write_json
 from recipes.schema import UserError

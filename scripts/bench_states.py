@@ -20,8 +20,9 @@ from data_prep.probe import training_dtype
 from data_prep.run import prepare
 from data_prep.state_store import Layout, StateStore, write_shard
 from data_prep.states import forward_dtype, layout_of
+from models.device import choose_device
 from models.source import resolve
-from models.target import choose_device, load_target
+from models.target import load_target
 from recipes.cli import entry
 from recipes.schema import Recipe
 from train.batches import Pack, plan_epoch

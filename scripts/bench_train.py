@@ -34,8 +34,8 @@ from torch import Tensor
 from data_prep.supervision import supervised
 from data_prep.teacher import chunk_rows, teacher_summary
 from models.attention import Documents
+from models.device import choose_device
 from models.eagle3 import Eagle3, Eagle3Config
-from models.target import choose_device
 from models.vocab import VocabMap
 from recipes.cli import told, words
 from recipes.files import write_json

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from data_prep.probe import target_config, training_dtype
+from models.device import choose_device
 from models.flexdraft import default_layers
-from models.target import choose_device
 from recipes.schema import EagleConfig, Recipe
 from train.fused_loss import CHUNK_CPU, CHUNK_GPU
 from train.head_loss import CHUNK

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from data_prep.state_store import StateStore, Stored
 from data_prep.teacher import Features, read_features
-from models.attention import Documents, sent
+from models.attention import Documents
+from models.packed import PackedForward
 from models.target import Target
 from train.batches import Batch, Pack
 
@@ -46,6 +47,7 @@ class Teacher:
 
     def __init__(self, target: Target, keep_bytes: int = 0) -> None:
         self.target, self.keeps, self.keeping = target, keep_bytes > 0, Keeping[Features](keep_bytes)
+        self.forward = PackedForward(target, fills=False if self.keeps else None)  # alone, most rows are short
 
     def ahead(self, packs: Sequence[Pack]) -> None:
         """The packs of rows of the next optimiser step: a teacher that reads from disk begins to."""
@@ -58,7 +60,7 @@ class Teacher:
         """`batch` and `teaches` (the positions that teach some slot) are on the host."""
         ids_T = batch.ids_T
         if not self.keeps:
-            states = self.target.packed_features(sent(ids_T, self.target.device), documents)
+            states, _ = self.forward.read(ids_T, documents)
             return read_features(self.target, states, teaches_T)
         parts = [self._document(ids_T[span], teaches_T[span]) for span in documents.spans]
         return Features(*(torch.cat(of_all) for of_all in zip(*parts, strict=True)))

@@ -19,7 +19,8 @@ from torch import Tensor
 from data_prep.supervision import supervised
 from models.attention import Documents, sent
 from models.flex_groups import Groups
-from models.flexdraft import Calibrator, FlexDraft, FlexDraftConfig, Keys, late_keys
+from models.flexdraft import Calibrator, FlexDraft, FlexDraftConfig
+from models.packed import Keys, PackedForward
 from models.target import Target
 from recipes.schema import FlexConfig
 from train.batches import Batch
@@ -73,14 +74,15 @@ class LateTeacher:
     """
 
     def __init__(self, target: Target, split: int, keep_bytes: int = 0) -> None:
-        self.target, self.split, self.keeps = target, split, keep_bytes > 0
+        self.target, self.keeps = target, keep_bytes > 0
+        self.forward = PackedForward(target, split, fills=False if self.keeps else None)  # alone, most rows are short
         self.keeping = Keeping[tuple[Keys, Tensor]](keep_bytes)  # by row
 
     @torch.no_grad()
     def read(self, batch: Batch, documents: Documents) -> tuple[Keys, Tensor]:
         """(keys of the packed row, states [T, H])"""
         if not self.keeps or not batch.rows:
-            return late_keys(self.target, self.split, sent(batch.ids_T, self.target.device), documents)
+            return self._read(batch.ids_T, documents)
         parts = [self._document(batch.ids_T[s], row) for s, row in zip(documents.spans, batch.rows, strict=True)]
         keys = {
             index: (torch.cat([k[index][0] for k, _ in parts], 2), torch.cat([k[index][1] for k, _ in parts], 2))
@@ -88,10 +90,13 @@ class LateTeacher:
         }
         return keys, torch.cat([final for _, final in parts])
 
+    def _read(self, ids_T: Tensor, documents: Documents) -> tuple[Keys, Tensor]:
+        states, keys = self.forward.read(ids_T, documents)
+        return keys, states.final_BTH[0]
+
     def _document(self, ids_T: Tensor, row: int) -> tuple[Keys, Tensor]:
         def make() -> tuple[Keys, Tensor]:
-            device = self.target.device
-            return late_keys(self.target, self.split, sent(ids_T, device), Documents([len(ids_T)], device))
+            return self._read(ids_T, Documents([len(ids_T)], self.target.device))
 
         def size(found: tuple[Keys, Tensor]) -> int:
             return sum(t.nbytes for pair in found[0].values() for t in pair) + found[1].nbytes

@@ -30,9 +30,10 @@ from data_prep.state_store import StateStore
 from eval import harness
 from eval.drafters import Drafter, served
 from models.card import measured, public, publishable, sources, target_licence, write_card
+from models.device import choose_dtype, local_device
 from models.sharded import led, load_sharded
 from models.source import Source, load_tokenizer
-from models.target import Target, choose_dtype, load_target, local_device
+from models.target import Target, load_target
 from recipes.files import (
     check_writable,
     locked,

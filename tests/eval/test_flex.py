@@ -16,7 +16,8 @@ from eval.settings import Settings
 from models.attention import Documents
 from models.flex_groups import Groups
 from models.flex_layout import check_flexdraft, load_flexdraft, save_flexdraft
-from models.flexdraft import FlexDraft, FlexDraftConfig, late_keys
+from models.flexdraft import FlexDraft, FlexDraftConfig
+from models.packed import PackedForward
 from models.target import Target, load_target
 from recipes.files import read_json, write_json
 from recipes.schema import EvalConfig, Recipe, TargetConfig, UserError
@@ -38,7 +39,7 @@ def trained(folder: Path, family: str) -> tuple[Target, FlexDraft]:
     drafter.init_from_target(target, [torch.arange(20)])
     text = torch.tensor(PROMPTS[0] + decode(target, None, PROMPTS[:1], settings("ar")).rows[0].tokens)
     documents = Documents([len(text)], target.device)
-    keys, _ = late_keys(target, drafter.config.split_layer, text, documents)
+    _, keys = PackedForward(target, drafter.config.split_layer).read(text, documents)
     groups = Groups(documents, [range(4, len(text) - SIZE, 2)], SIZE)
     optimizer = torch.optim.AdamW(drafter.parameters(), 1e-2)
     for _ in range(15):

@@ -8,7 +8,8 @@ import torch
 from models.attention import Documents
 from models.flex_groups import Groups
 from models.flex_layout import load_flexdraft, save_flexdraft
-from models.flexdraft import FlexDraft, FlexDraftConfig, late_keys
+from models.flexdraft import FlexDraft, FlexDraftConfig
+from models.packed import PackedForward
 from models.target import Target, load_target
 from recipes.schema import TargetConfig
 from tests.tiny import tiny_model_folder
@@ -50,7 +51,7 @@ def test_training_parallel_and_sequential_decoding_say_the_same(pair: Pair) -> N
     target, drafter = pair[0], moved(pair)
     ids = torch.randint(2, 300, (19,), generator=torch.Generator().manual_seed(1))
     documents = Documents([19], torch.device("cpu"))
-    keys, _ = late_keys(target, drafter.config.split_layer, ids, documents)
+    _, keys = PackedForward(target, drafter.config.split_layer).read(ids, documents)
     anchors = [12, 13, 14]
     with torch.no_grad():
         trained = drafter.groups(target, keys, Groups(documents, [anchors], SIZE)).view(3, SIZE, -1)
@@ -69,7 +70,7 @@ def test_training_parallel_and_sequential_decoding_say_the_same(pair: Pair) -> N
 def test_all_of_it_learns_and_comes_back_from_disk(pair: Pair, tmp_path: Path) -> None:
     target, drafter = pair[0], moved(pair)
     documents = Documents([12], torch.device("cpu"))
-    keys, _ = late_keys(target, drafter.config.split_layer, torch.arange(2, 14), documents)
+    _, keys = PackedForward(target, drafter.config.split_layer).read(torch.arange(2, 14), documents)
     drafter.groups(target, keys, Groups(documents, [[5]], SIZE)).square().sum().backward()
     assert all(p.grad is not None and bool(p.grad.abs().max() > 0) for p in drafter.parameters())
     save_flexdraft(drafter, tmp_path / "out", {"fingerprint": target.fingerprint})

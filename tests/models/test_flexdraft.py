@@ -10,7 +10,8 @@ from torch import Tensor
 
 from models.attention import Documents
 from models.flex_groups import Groups, attend_groups, attend_padded
-from models.flexdraft import DraftAttention, FlexDraft, FlexDraftConfig, late_keys
+from models.flexdraft import DraftAttention, FlexDraft, FlexDraftConfig
+from models.packed import PackedForward
 from models.target import Target, load_target
 from recipes.schema import TargetConfig, UserError
 from tests.tiny import tiny_model_folder
@@ -77,16 +78,16 @@ def test_the_clean_rows_are_the_targets_own_and_training_says_what_decoding_says
     target, drafter = make(tmp_path, family)
     ids = torch.randint(2, 300, (31,), generator=torch.Generator().manual_seed(1))
     documents = Documents([19, 12], torch.device("cpu"))
-    keys, final = late_keys(target, drafter.config.split_layer, ids, documents)
-    assert torch.equal(final, target.packed_features(ids, documents).final_BTH[0])  # to the bit
+    states, keys = PackedForward(target, drafter.config.split_layer).read(ids, documents)
+    assert torch.equal(states.final_BTH, target.packed_features(ids, documents).final_BTH)  # to the bit
     groups = Groups(documents, [[4, 11, 17], [10]], SIZE)
     with torch.no_grad():
-        states = drafter.groups(target, keys, groups).view(4, SIZE, -1)
+        said = drafter.groups(target, keys, groups).view(4, SIZE, -1)
     for number, (span, anchor) in enumerate([(0, 4), (0, 11), (0, 17), (1, 10)]):
         cache = target.new_cache(1, 64)
         prefix = ids[documents.spans[span]][: anchor + 1].unsqueeze(0)
         target.prefill(prefix, [anchor + 1], cache)
-        torch.testing.assert_close(drafter.block(target, cache)[0], states[number], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(drafter.block(target, cache)[0], said[number], atol=2e-5, rtol=1e-4)
 
 
 def test_a_group_does_not_see_past_its_anchor_nor_other_groups(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_a_group_does_not_see_past_its_anchor_nor_other_groups(tmp_path: Path) -
     documents = Documents([24], torch.device("cpu"))
 
     def states(tokens: Tensor, anchors: list[int]) -> Tensor:
-        keys, _ = late_keys(target, drafter.config.split_layer, tokens, documents)
+        _, keys = PackedForward(target, drafter.config.split_layer).read(tokens, documents)
         with torch.no_grad():
             return drafter.groups(target, keys, Groups(documents, [anchors], SIZE)).view(len(anchors), SIZE, -1)
 

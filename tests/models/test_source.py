@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from models.device import choose_device, choose_dtype
 from models.source import look_up, resolve
-from models.target import choose_device, choose_dtype, load_target
+from models.target import load_target
 from recipes.schema import TargetConfig, UserError
 from tests.tiny import tiny_model_folder
 
