@@ -10,6 +10,7 @@ other for the most tokens a second: tokens of all rounds over the cost of all ro
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -166,8 +167,7 @@ def batches_of(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> lis
     fitting = [(ids, row) for ids, row in named if len(ids) <= limit]
     if not fitting:
         raise UserError(f"calibration needs validation prompts of at most {limit} tokens. Raise eval.max_prompt")
-    while len(fitting) % size:
-        fitting.append(fitting[len(fitting) % size])
+    fitting += islice(cycle([*fitting]), -len(fitting) % size)
     parts = [fitting[start : start + size] for start in range(0, len(fitting), size)]
     return [([ids for ids, _ in part], [row for _, row in part]) for part in parts]
 

@@ -78,6 +78,11 @@ class Arm:
     parameters: int = 0
     seconds: float = 0.0
     rows: list[Said] = field(default_factory=list)
+    sampled: list[Said] = field(default_factory=list)  # at T = 1, of the first variant and of those with a calibrator
+
+    @property
+    def calibrated(self) -> bool:
+        return self.after or bool(self.flex.get("calibrator"))
 
     @property
     def length(self) -> int:
@@ -169,14 +174,15 @@ def known(bench: Bench, arm: Arm) -> bool:
     if found.get("about") != bench.about(arm):
         return False
     arm.parameters, arm.seconds = found["parameters"], found["seconds"]
-    arm.rows = [Said(**row) for row in found["rows"]]
+    arm.rows, arm.sampled = ([Said(**row) for row in found[key]] for key in ("rows", "sampled"))
     return True
 
 
-def decoded(bench: Bench, arm: Arm, drafter: Drafter) -> list[Said]:
-    """Every prompt's first turn, all drafts of each line verified."""
+def decoded(bench: Bench, arm: Arm, drafter: Drafter, temperature: float = 0.0) -> list[Said]:
+    """Every prompt's first turn, all drafts of each line verified. What the target says depends on no drafter, sampled
+    or not."""
     recipe, length = bench.of(arm), arm.length
-    line = {"temperature": 0.0, "verifier": "match", "draft_temperature": 0.0, "chain_length": length}
+    line = {"temperature": temperature, "verifier": "match", "draft_temperature": 0.0, "chain_length": length}
     e = fitted(replace(recipe, eval=replace(recipe.eval, **line)), drafter).eval
     settings = settings_of("chain", e) if arm.chain else settings_of("flex", e, gates=(0.0,), parallel=False)
     ids = [encode(bench.target, recipe, prompt) for prompt in bench.prompts]
@@ -191,9 +197,9 @@ def column(rows: Sequence[Said], key: str) -> list[float]:
     return [float(getattr(row, key)) for row in rows]
 
 
-def columns(one: Arm, other: Arm) -> list[list[float]]:
+def columns(one: Sequence[Said], other: Sequence[Said]) -> list[list[float]]:
     """Emitted and rounds of the one, then of the other, of the prompts that loop in neither."""
-    pairs = [pair for pair in zip(one.rows, other.rows, strict=True) if not any(is_loop(row.tokens) for row in pair)]
+    pairs = [pair for pair in zip(one, other, strict=True) if not any(is_loop(row.tokens) for row in pair)]
     return [column([pair[k] for pair in pairs], key) for k in (0, 1) for key in ("emitted", "rounds")]
 
 
@@ -212,15 +218,28 @@ def arm_table(arms: list[Arm]) -> str:
         interval = words(stats.ratio_interval(column(kept, "emitted"), column(kept, "rounds")))
         gain = share = ""
         if arm is not first:
-            a, b, c, d = columns(first, arm)
+            a, b, c, d = columns(first.rows, arm.rows)
             gain = f"{stats.ratio(c, d) - stats.ratio(a, b):+.2f}{words(stats.difference_interval(a, b, c, d), '+')}"
         chain = next((one for one in arms if one.chain == arm.length), None)
         if chain is not None and not arm.chain:
-            a, b, c, d = columns(chain, arm)
+            a, b, c, d = columns(chain.rows, arm.rows)
             share = f"{stats.ratio(c, d) / max(stats.ratio(a, b), 1e-9):.2f}"
             share += words(stats.speedup_interval(c, d, a, b))
         numbers = f"{arm.parameters:,} | {arm.seconds:.0f} | {tau:.2f}{interval} | {gain} | {share}"
         lines.append(f"| {arm.name} | {numbers} | {sum(loops)} of {len(loops)} |")
+    return "\n".join(lines)
+
+
+def calibration_table(arms: list[Arm]) -> str:
+    """What a calibrator adds to the tau of the first variant, which has none."""
+    lines = ["| calibrator | T | tau without | with | difference [95 %, paired] |", "|---" * 5 + "|"]
+    for arm in arms:
+        for temperature, one, other in ((0, arms[0].rows, arm.rows), (1, arms[0].sampled, arm.sampled)):
+            if arm.calibrated and one and other:
+                a, b, c, d = columns(one, other)
+                without, tau, interval = stats.ratio(a, b), stats.ratio(c, d), stats.difference_interval(a, b, c, d)
+                ends = "" if interval is None else f" [{interval[0]:+.3f}, {interval[1]:+.3f}]"
+                lines.append(f"| {arm.name} | {temperature} | {without:.3f} | {tau:.3f} | {tau - without:+.3f}{ends} |")
     return "\n".join(lines)
 
 
@@ -299,6 +318,7 @@ def page(bench: Bench, arms: list[Arm], modes: str) -> str:
         "tau is that of a line, every draft of a block verified; a block of n drafts n - 1 tokens, so that smaller "
         f"ones have lower ceilings. EAGLE-3 (unroll {recipe.eagle.unroll_steps}) learned from the same rows in as many "
         "steps. Looping answers are left out.",
+        f"## Calibration, and sampled text\n\n{calibration_table(arms)}",
         f"## Drafting in parallel or after verification, by batch\n\n{modes}\n\nOf the first variant. Lengths are the "
         f"tuner's, of {', '.join(map(str, LENGTHS))}; {TIMED_TOKENS} new tokens."
         if modes
@@ -341,8 +361,10 @@ def main(recipe: Recipe, only: str = "") -> None:
                 masks = trained(bench, arms[0], None)
             drafter = trained(bench, arm, masks)
             arm.rows = decoded(bench, arm, drafter)
-            found = {"parameters": arm.parameters, "seconds": arm.seconds, "rows": [asdict(row) for row in arm.rows]}
-            write_json(bench.record(arm), {"about": bench.about(arm), **found})
+            arm.sampled = decoded(bench, arm, drafter, 1.0) if arm.calibrated or arm is arms[0] else []
+            said = {"rows": [asdict(row) for row in arm.rows], "sampled": [asdict(row) for row in arm.sampled]}
+            about = {"about": bench.about(arm), "parameters": arm.parameters, "seconds": arm.seconds}
+            write_json(bench.record(arm), about | said)
             masks = drafter if arm is arms[0] else masks
         rounds = max(1, sum(row.rounds for row in arm.rows))
         tau = sum(row.emitted for row in arm.rows) / rounds

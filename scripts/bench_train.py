@@ -95,7 +95,7 @@ class Case:
 class Frozen:
     """As much of a target as training asks for: its head and its embedding, random. The arg-max is always kept."""
 
-    final_softcap = None
+    final_softcap = kernels = None
 
     def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype, self.vocab_size = device, dtype, shape.vocab

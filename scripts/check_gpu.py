@@ -26,8 +26,9 @@ from eval.tree import FIELDS, DraftTree
 from eval.verify import Drafts, follow
 from models import lean
 from models.attention import Documents
+from models.packed import Keys, PackedForward
 from models.sampling import best_and_mass, draw, law, sample
-from models.target import Target, load_target
+from models.target import States, Target, load_target
 from models.unroll_attention import Asking, causal_plus_diagonals, reference_causal_plus_diagonals
 from recipes.schema import DECODERS, OBJECTIVES, TargetConfig
 from scripts.bench_rules import random_drafts
@@ -54,6 +55,25 @@ def tree_is_verified_alike(plain: Target, target: Target, lengths: tuple[int, ..
         found.append([one.prefill(prompts, list(lengths), cache), one.forward(tree, cache, seen.sum(2) - 1, seen)])
     pairs = [*zip(*found, strict=True)]
     return all(close(x.taps_BTC, y.taps_BTC) and close(x.final_BTH, y.final_BTH) for x, y in pairs)
+
+
+def packed_rows_are_alike(folder: Path) -> bool:
+    """States, and the keys and values of late layers, of packed rows in bf16: as they stand, recorded, replayed, by the
+    kernels where the family has them, against fp32's."""
+    exact, rough = (load_target(TargetConfig(path=str(folder)), "cuda", d) for d in (torch.float32, torch.bfloat16))
+    forward, plain, held = PackedForward(rough, 1, fills=True), PackedForward(exact, 1, fills=False), []
+    source = torch.Generator().manual_seed(0)
+    for lengths in ([70, 3, 200], [5], [9, 800, 1, 1], [130], [600, 420]):
+        documents = Documents(lengths, torch.device("cuda"))
+        ids = torch.randint(2, 320, (documents.total,), generator=source)
+        (one, keys), (other, others) = plain.read(ids, documents), forward.read(ids, documents)
+        pairs = [*zip(one_by_one(one, keys), one_by_one(other, others), strict=True)]
+        held += [bool((x - y.float()).norm() <= 3e-2 * x.norm()) for x, y in pairs]
+    return all(held)
+
+
+def one_by_one(states: States, keys: Keys) -> list[torch.Tensor]:
+    return [states.taps_BTC, states.final_BTH, *itertools.chain.from_iterable(keys.values())]
 
 
 def drafter_steps_alike(target: Target) -> bool:
@@ -247,6 +267,7 @@ def main() -> None:
             [d for d in DECODERS if d != "flex"] if family == "llama" else ("ar", "eagle", "graft")
         )  # the layers alone differ
         results["drafter"] = drafter_steps_alike(target)
+        results["packed rows"] = packed_rows_are_alike(folder)
         results |= {
             f"{d} at T = {t}": captured_decoding_says_the_same(plain, target, d, t) for d in decoders for t in (0, 0.8)
         }

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from data_prep.prompts import Prompt
 from eval import calibrate, calibrated, run
 from eval.calibrate import GRID, Log, choose, speed, watch
 from eval.decode import STAGES, decode
 from eval.matrix import SuccessorMatrix
+from eval.outcome import row_id
 from eval.settings import CALIBRATED, Settings
 from recipes.cli import entry
+from recipes.schema import EvalConfig, Recipe
 from tests.eval.test_decode import LENGTHS
 from tests.eval.test_run import World
 from tests.tiny import tiny_drafter
@@ -107,6 +110,16 @@ def test_gates_are_stored_with_what_they_were_calibrated_on(world: World) -> Non
         assert len(expected["ms_a_round_by_stage"]) == len(expected["tokens_a_round_by_stage"]) == 3
         assert expected["tokens_per_s"] >= expected["tokens_per_s_open"]
     assert not [path for path in (world.folder / "drafter").iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("size", [2, 3, 7])
+def test_prompts_are_repeated_to_whole_batches(tiny_target: Callable[..., Any], size: int) -> None:
+    """Fewer prompts than a batch too."""
+    recipe = replace(Recipe(), eval=EvalConfig(batch_size=size, max_prompt=200))
+    prompts = [Prompt(name, ["a b c"]) for name in "abc"]
+    rows = [row for _, rows in calibrate.batches_of(recipe, tiny_target(), prompts) for row in rows]
+    whole = -(-3 // size) * size
+    assert rows == [row_id("abc"[k % 3], 0) for k in range(whole)]
 
 
 def gates_run(world: World, *extra: str) -> dict[str, Any]:
