@@ -237,8 +237,8 @@ class Engine:
     def _account(self, live: list[Facts]) -> None:
         """Book what retrieval won in a round in which a gate freed places."""
         if self.matrix is not None and any(fact.stage != UNGATED for fact in live):
-            said, retrieved = sum(len(f.said) for f in live), sum(f.sources.count(RETRIEVAL) for f in live)
-            self.matrix.filling = self.matrix.filling.after(said, retrieved)
+            retrieved = sum(fact.sources.count(RETRIEVAL) for fact in live)
+            self.matrix.filling = self.matrix.filling.after(len(live), retrieved)
 
     def _commit_waiting(self, clock: Clock) -> None:
         """Commit the round before this one, as wide as its longest path: a last round is never committed."""
