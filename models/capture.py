@@ -43,7 +43,8 @@ class Steps:
         if key not in self._graphs:
             self.unready += 1
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            # other threads (a collective's watchdog, a reader of states) may go on meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 recorded = step()
             self._pool = self._pool or graph.pool()
             self._graphs[key] = (graph, recorded)
