@@ -222,14 +222,15 @@ class Eagle3(nn.Module):
         found: list[Tensor] = []
 
         def attention(q_1NnD: Tensor, k_1KTD: Tensor, v_1KTD: Tensor) -> Tensor:
-            found.extend((k_1KTD[0], v_1KTD[0]))
-            (k, v), *diagonals = [*made, (k_1KTD[0], v_1KTD[0])]
-            out_NnD = causal_plus_diagonals(q_1NnD[0], k, v, diagonals, documents, asking)
+            own = k_1KTD.squeeze(0), v_1KTD.squeeze(0)  # to index would write zeros for its gradient
+            found.extend(own)
+            (k, v), *diagonals = [*made, own]
+            out_NnD = causal_plus_diagonals(q_1NnD.squeeze(0), k, v, diagonals, documents, asking)
             return out_NnD.transpose(0, 1).flatten(1).unsqueeze(0)
 
         asks = None if asking is None or made else asking.index_n
         out_1nH = self.midlayer.unrolled(state_TH, said, rope, attention, asks, lean)
-        return self._stated(out_1nH[0]), found[0], found[1]
+        return self._stated(out_1nH.squeeze(0)), found[0], found[1]
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         c, weight = self.config, self.fc.weight

@@ -269,10 +269,11 @@ class FlexDraft(nn.Module):
         def attention(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             layer = target.layers[index]
             window = target.window if layer.kind == "sliding_attention" else None
-            out_RX = attend_groups(q[0], (k[0], v[0]), keys[index], groups, layer.scale, layer.softcap, window)
+            q, k, v = (x.squeeze(0) for x in (q, k, v))  # to index would write zeros for its gradient
+            out_RX = attend_groups(q, (k, v), keys[index], groups, layer.scale, layer.softcap, window)
             return out_RX.unsqueeze(0)
 
-        return self.run(target, groups.positions_R.unsqueeze(0), attention)[0]
+        return self.run(target, groups.positions_R.unsqueeze(0), attention).squeeze(0)
 
     @torch.no_grad()
     def block(self, target: Target, cache: KVCache) -> Tensor:

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 PROGRAMS = 528  # four a multiprocessor of an H100: each sums the gain's gradient over its rows
+FREE = 16  # times as many where nothing is summed over rows
 BLOCK = 1024
 
 
@@ -24,7 +25,9 @@ def _norm(x, gain, out, size, eps, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _norm_back(grad, x, gain, dx, dgains, rows, size, eps, WANTED: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_back(
+    grad, x, gain, dx, dgains, rows, size, eps, OF_X: tl.constexpr, OF_GAIN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     at = tl.arange(0, BLOCK)
     inside = at < size
     scale = tl.load(gain + at, mask=inside, other=0.0).to(tl.float32)
@@ -37,11 +40,13 @@ def _norm_back(grad, x, gain, dx, dgains, rows, size, eps, WANTED: tl.constexpr,
         g = tl.load(grad + row * size + at, mask=real, other=0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
         normed, scaled = wide * inverse, g * scale
-        dgain += g * normed
-        if WANTED:
+        if OF_GAIN:
+            dgain += g * normed
+        if OF_X:
             back = inverse * (scaled - normed * (tl.sum(scaled * normed, 0) / size))
             tl.store(dx + row * size + at, back.to(dx.dtype.element_ty), mask=real)
-    tl.store(dgains + tl.program_id(0) * size + at, dgain, mask=inside)
+    if OF_GAIN:
+        tl.store(dgains + tl.program_id(0) * size + at, dgain, mask=inside)
 
 
 @triton.jit
@@ -141,16 +146,17 @@ def norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def norm_gradients(
-    grad: Tensor, x: Tensor, gain: Tensor, eps: float, wanted: bool = True
-) -> tuple[Tensor | None, Tensor]:
-    """Of x, where `wanted`, and of the gain."""
+    grad: Tensor, x: Tensor, gain: Tensor, eps: float, wanted: tuple[bool, bool] = (True, True)
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of x and of the gain, where these are `wanted`."""
     grad, x, size = grad.contiguous(), x.contiguous(), x.shape[-1]
     rows, block = x.numel() // size, triton.next_power_of_2(size)
-    programs = min(rows, PROGRAMS)
-    dx, dgains = torch.empty_like(x), torch.empty(programs, size, dtype=torch.float32, device=x.device)
+    programs = min(rows, PROGRAMS if wanted[1] else FREE * PROGRAMS)
+    dx = torch.empty_like(x)
+    dgains = torch.empty(programs if wanted[1] else 1, size, dtype=torch.float32, device=x.device)
     warps = max(1, min(16, block // 512))
-    _norm_back[(programs,)](grad, x, gain, dx, dgains, rows, size, eps, wanted, block, num_warps=warps)
-    return dx if wanted else None, dgains.sum(0).to(gain.dtype)
+    _norm_back[(programs,)](grad, x, gain, dx, dgains, rows, size, eps, *wanted, block, num_warps=warps)
+    return dx if wanted[0] else None, dgains.sum(0).to(gain.dtype) if wanted[1] else None
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:

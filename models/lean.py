@@ -39,7 +39,7 @@ def rotate(x_BNTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
     """Rotary embedding, as models.attention.rotate."""
     if not (x_BNTD.is_cuda and x_BNTD.dtype in HALF and len(x_BNTD) == 1):
         return plain_rotate(x_BNTD, cos_BTD, sin_BTD)
-    out: Tensor = _Rotated.apply(x_BNTD[0], cos_BTD[0], sin_BTD[0])
+    out: Tensor = _Rotated.apply(x_BNTD.squeeze(0), cos_BTD.squeeze(0), sin_BTD.squeeze(0))
     return out.unsqueeze(0)
 
 
@@ -88,9 +88,9 @@ class _Norm(torch.autograd.Function):
         return _normed(x, gain, eps)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, gain = ctx.saved_tensors
-        return *_norm_gradients(grad, x, gain, ctx.eps, ctx.needs_input_grad[0]), None
+        return *_norm_gradients(grad, x, gain, ctx.eps, ctx.needs_input_grad[:2]), None
 
 
 def _normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -101,8 +101,10 @@ def _normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x.float(), gain.shape, gain.float(), eps).to(x.dtype)
 
 
-def _norm_gradients(grad: Tensor, x: Tensor, gain: Tensor, eps: float, wanted: bool) -> tuple[Tensor | None, Tensor]:
-    """Of x, where `wanted`, and of the gain."""
+def _norm_gradients(
+    grad: Tensor, x: Tensor, gain: Tensor, eps: float, wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of x and of the gain, where these are `wanted`."""
     if x.is_cuda:
         from models import fused_train
 
@@ -111,7 +113,8 @@ def _norm_gradients(grad: Tensor, x: Tensor, gain: Tensor, eps: float, wanted: b
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     normed = wide * inverse
     dx = inverse * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-    return dx.to(x.dtype) if wanted else None, (grad.float() * normed).flatten(0, -2).sum(0).to(gain.dtype)
+    dgain = (grad.float() * normed).flatten(0, -2).sum(0)
+    return dx.to(x.dtype) if wanted[0] else None, dgain.to(gain.dtype) if wanted[1] else None
 
 
 class _Windows(torch.autograd.Function):

@@ -231,7 +231,8 @@ def trained_layer_parts_are_alike() -> bool:
         heads = x.unflatten(-1, (9, 64)).transpose(0, 1).unsqueeze(0)
         turned = lean.rotate(heads, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
         apart = lean.windows(x, [slice(7, 250), torch.arange(299, 0, -2, device="cuda")])
-        return [lean.rms_norm(x, gain, 1e-5), *apart, lean.gated(x, up), turned]
+        frozen = lean.rms_norm(x, gain.detach(), 1e-5)
+        return [lean.rms_norm(x, gain, 1e-5), frozen, *apart, lean.gated(x, up), turned]
 
     rough = [torch.randn(300, 576, device="cuda").bfloat16().requires_grad_() for _ in range(2)]
     exact = [t.detach().float().requires_grad_() for t in rough]
