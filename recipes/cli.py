@@ -22,7 +22,7 @@ def entry(main: Callable[[Recipe], None], argv: list[str] | None = None) -> None
     told(lambda: main(load(argv)))
 
 
-def told(run: Callable[[], None]) -> None:
+def told(run: Callable[[], object]) -> None:
     """Run; a UserError becomes one screen on stderr and exit code 2. A reader that has seen enough (`| head`) ends it
     without a word."""
     try:

@@ -182,7 +182,12 @@ def decoded(bench: Bench, arm: Arm, drafter: Drafter, temperature: float = 0.0) 
     """Every prompt's first turn, all drafts of each line verified. What the target says depends on no drafter, sampled
     or not."""
     recipe, length = bench.of(arm), arm.length
-    line = {"temperature": temperature, "verifier": "match", "draft_temperature": 0.0, "chain_length": length}
+    line: dict[str, Any] = {
+        "temperature": temperature,
+        "verifier": "match",
+        "draft_temperature": 0.0,
+        "chain_length": length,
+    }
     e = fitted(replace(recipe, eval=replace(recipe.eval, **line)), drafter).eval
     settings = settings_of("chain", e) if arm.chain else settings_of("flex", e, gates=(0.0,), parallel=False)
     ids = [encode(bench.target, recipe, prompt) for prompt in bench.prompts]

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -36,6 +36,7 @@ from data_prep.teacher import chunk_rows, teacher_summary
 from models.attention import Documents
 from models.device import choose_device
 from models.eagle3 import Eagle3, Eagle3Config
+from models.target import Target
 from models.vocab import VocabMap
 from recipes.cli import told, words
 from recipes.files import write_json
@@ -144,7 +145,7 @@ def drafter_config(shape: Shape, positions: int) -> Eagle3Config:
 
 def ours(world: World, objective: str, recompute: bool) -> tuple[Step, list[int]]:
     """(a step, slots counted at each unroll step)."""
-    shape, case, target = world.shape, world.case, world.target
+    shape, case, target = world.shape, world.case, cast(Target, world.target)
     vocab = VocabMap.from_ids(torch.arange(shape.kept), shape.vocab)
     torch.manual_seed(0)
     drafter = Eagle3(drafter_config(shape, case.length + 64), vocab).to(target.device)

@@ -177,6 +177,8 @@ def bench(recipe: Recipe, options: dict[str, str]) -> str:
     check(recipe)
     target, drafter, _ = load(recipe)
     drafter = in_dtype(drafter, target.dtype)
+    if not isinstance(drafter, Eagle3):
+        raise UserError("scripts/bench_verifiers.py is for EAGLE-3 drafters: a FlexDraft drafter samples no drafts")
     named = load_prompts(recipe.prompts or recipe.eval.prompts, recipe.eval.limit)
     e = replace(recipe.eval, max_new_tokens=int(options["tokens"]))
     encoded = [encode(target, recipe, replace(prompt, turns=prompt.turns[:1])) for prompt in named]

@@ -39,7 +39,10 @@ from train.losses import Loss, judge
 
 PEERS = {"speculators": "kl", "specforge": "soft_ce"}  # and their losses, as ours are called
 TOKENS, STEPS, KEPT, BAR = 32, 3, 8192, 1e-5
-COMMON = ([], ["fc_norm"])  # what SpecForge has too: with both vocabularies, default and other taps
+COMMON: tuple[list[str], ...] = (
+    [],
+    ["fc_norm"],
+)  # what SpecForge has too: with both vocabularies, default and other taps
 FLAGGED = (
     ["fc_norm", "norm_output"],  # EAGLE 3.1
     ["norm_before_fc"],
