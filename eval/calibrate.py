@@ -20,7 +20,7 @@ from torch import Tensor
 from data_prep.prompts import Prompt
 from eval.calibrated import FILE, MATRIX_FILE, words
 from eval.decode import Decoded, decode, decode_keeping
-from eval.drafters import Drafter, refuse_lines
+from eval.drafters import Drafter
 from eval.drafting import GATE_DEPTHS, UNGATED, rerank
 from eval.engine import Engines
 from eval.matrix import MAX_DEPTH, SuccessorMatrix
@@ -33,6 +33,7 @@ from eval.settings import CALIBRATED, PUBLISHED_GATES, Settings
 from eval.tree import FIELDS, DraftTree
 from eval.verify import walk
 from models.capture import Steps
+from models.flex_layout import is_flexdraft
 from models.target import Target, padded
 from models.weights import weights_hash
 from recipes.cli import entry
@@ -228,12 +229,13 @@ def main(recipe: Recipe) -> None:
     check_settings(recipe)
     check_models(recipe)
     folder, prompts = check_writable(drafter_folder(recipe)), warmup_prompts()
+    if is_flexdraft(folder):
+        raise UserError("eval.calibrate is for EAGLE-3 drafters: a FlexDraft drafter has nothing for it to choose yet")
     if recipe.dry_run:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         print(f"{len(prompts)} validation prompts, {TOKENS} tokens each; {FILE} and {MATRIX_FILE} go to {folder}")
         return
     target, drafter, folder = load(recipe)
-    refuse_lines(drafter, "eval.calibrate")
     record, matrix = calibrate(recipe, target, drafter, prompts)
     record["drafter"] = weights_hash(folder)
     save_matrix(matrix, folder / MATRIX_FILE, target.fingerprint)

@@ -22,12 +22,6 @@ def drafting_of(drafter: Drafter, target: Target, cache: KVCache, more: int) -> 
     return EagleDrafting(drafter, target, cache.rows, cache.capacity + more)
 
 
-def refuse_lines(drafter: Drafter, command: str) -> None:
-    """For what knows trees alone."""
-    if isinstance(drafter, FlexDraft):
-        raise UserError(f"{command} is for EAGLE-3 drafters: a FlexDraft drafter has nothing for it to choose yet")
-
-
 def fitted(recipe: Recipe, drafter: Drafter | None) -> Recipe:
     """The recipe as this drafter can serve it."""
     return served(recipe, drafter.config.block_size if isinstance(drafter, FlexDraft) else 0)
@@ -38,11 +32,14 @@ def served(recipe: Recipe, block: int) -> Recipe:
     `flex` stands for EAGLE's own, all lines are as long as `chain`'s, within a block, and all are greedy unless the
     recipe says otherwise. For one of trees (block 0) `flex` and its mode are left out."""
     e, known = recipe.eval, BLOCKED if block else GROWN
+    kind = "drafts lines" if block else "is no FlexDraft"
     if recipe.decoder in DRAFTED and recipe.decoder not in known:
-        kind = "drafts lines" if block else "is no FlexDraft"
         raise UserError(f"decoder={recipe.decoder} is not for this drafter, which {kind}. Use {', '.join(known)}")
     names = ["flex" if name == "eagle" and block else name for name in e.decoders]
     names = [name for name in dict.fromkeys(names) if name not in DRAFTED or name in known]
+    if e.decoders and not names:
+        given = ", ".join(e.decoders)
+        raise UserError(f"eval.decoders=[{given}]: none is for this drafter, which {kind}. Use {', '.join(known)}")
     if not block:
         return replace(recipe, eval=replace(e, decoders=names, flex_mode="sequential"))
     length = min(e.chain_length, block - 1)

@@ -155,7 +155,7 @@ def gates_of(
         return {}, "the tuner's choice"
     if calibrated is not None:
         return {"gates": calibrated["gates"]["graft" if name == "splice" else name]}, calibrated["words"]
-    return {}, "published for another target; eval.calibrate finds this drafter's own"
+    return {}, "published for another target; eval.calibrate finds those of an EAGLE-3 drafter"
 
 
 def asked(recipe: Recipe) -> dict[str, Any]:

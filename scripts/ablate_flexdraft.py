@@ -41,7 +41,7 @@ from models.device import choose_device, choose_dtype
 from models.flexdraft import FlexDraft
 from models.target import Target, load_target
 from recipes.cli import entry
-from recipes.files import read_json, run_folder, write_json, write_text
+from recipes.files import check_writable, read_json, run_folder, write_json, write_text
 from recipes.schema import Recipe, UserError
 from train.backend import make_accelerator
 from train.checkpoint import run_identity
@@ -271,9 +271,8 @@ def timed(bench: Bench, drafter: Drafter, sizes: Sequence[int]) -> list[Timed]:
         lengths, modes = {}, {}
         for mode in ("sequential", "parallel"):
             ranked = (row for row in tuned["table"] if row["decoder"] == "flex")
-            lengths[mode] = next(
-                (row["depth"] for row in ranked if row["parallel"] == (mode == "parallel")), LENGTHS[0]
-            )
+            best = (row["depth"] for row in ranked if row["parallel"] == (mode == "parallel"))
+            lengths[mode] = next(best, LENGTHS[0])
             fixed = replace(e, flex_mode=mode, chain_length=lengths[mode], batch_size=size)
             prompts = bench.prompts[: max(TIMED_PROMPTS, TIMED_BATCHES * size)]
             found_here = sweep.sweep(replace(sized, eval=fixed), bench.target, drafter, prompts, decode=decode)
@@ -332,12 +331,14 @@ def page(bench: Bench, arms: list[Arm], modes: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def make_bench(recipe: Recipe) -> Bench:
+def make_bench(recipe: Recipe, only: str) -> Bench:
     check_settings(recipe)
     if recipe.dry_run:
         raise UserError("dry_run is not for this script")
     _, source = check(recipe)
     assert source is not None, "None in a dry run alone"
+    chosen(arms_of(source.n_layers, recipe.flex.layers), only)
+    FlexFamily().check(recipe, source)
     device = choose_device(recipe.device)
     target = load_target(recipe.target, device, choose_dtype(recipe.target.dtype, device))
 
@@ -357,8 +358,9 @@ def make_bench(recipe: Recipe) -> Bench:
 def main(recipe: Recipe, only: str = "") -> None:
     """`only`: numbers of variants, for which no page is written."""
     settled = replace(recipe.train, max_steps=recipe.train.max_steps or STEPS, tracker="none", keep=1)
-    bench = make_bench(replace(recipe, train=settled))
     out = Path(recipe.out or OUT).expanduser()
+    check_writable(out.parent)
+    bench = make_bench(replace(recipe, train=settled), only)
     arms, masks, modes = arms_of(bench.target.n_layers, recipe.flex.layers), None, ""
     for arm in chosen(arms, only):
         if not known(bench, arm):
@@ -376,12 +378,11 @@ def main(recipe: Recipe, only: str = "") -> None:
         print(f"{arm.name}: trained in {arm.seconds:.0f} s, tau {tau:.3f}, loops among it", flush=True)
         if not only:
             write_text(out, page(bench, arms, modes))
-    if only:
-        return
-    masks = trained(bench, replace(arms[0]), None) if masks is None else masks
-    modes = mode_table(timed(bench, masks, tuple(recipe.eval.batch_sizes) or SIZES))
-    write_text(out, page(bench, arms, modes))
-    print(f"written to {out}")
+    if not only:
+        masks = trained(bench, replace(arms[0]), None) if masks is None else masks
+        modes = mode_table(timed(bench, masks, tuple(recipe.eval.batch_sizes) or SIZES))
+        write_text(out, page(bench, arms, modes))
+        print(f"written to {out}")
 
 
 def chosen(arms: list[Arm], only: str) -> list[Arm]:

@@ -35,6 +35,9 @@ class Study(EagleFamily):
     """EAGLE-3 on `wanted` answer tokens (0: all) of the recipe's rows and of those in `also`."""
 
     def __init__(self, wanted: int, also: list[Path]) -> None:
+        for folder in also:
+            if not (folder / "train").is_dir():
+                raise UserError(f"also: {folder} holds no prepared rows; name the rows-... folders of data_prep.run")
         self.wanted, self.also = wanted, also
 
     def hashes(self, recipe: Recipe) -> dict[str, str]:
@@ -43,9 +46,6 @@ class Study(EagleFamily):
         return super().hashes(recipe) | {"study.answer_tokens": str(self.wanted), "study.also": also}
 
     def chosen(self, recipe: Recipe, prepared: Prepared) -> Prepared:
-        for folder in self.also:
-            if not (folder / "train").is_dir():
-                raise UserError(f"also: {folder} holds no prepared rows; name the rows-... folders of data_prep.run")
         parts = [prepared.train, *(Rows.load(folder / "train") for folder in self.also)]
         there = sum(int(predicted(part).sum()) for part in parts)
         if there < self.wanted:
@@ -112,8 +112,8 @@ def main(argv: list[str]) -> None:
     else:
         wrong = "train needs answer_tokens=N, 0 or more" if command == "train" else "show needs the folders of runs"
         wrong = wrong if command in ("train", "show") else f"no such command: {command}"
-        sys.exit(f"error: {wrong} (--help tells more)")
+        raise UserError(f"{wrong} (--help tells more)")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    told(lambda: main(sys.argv[1:]))

@@ -108,6 +108,11 @@ def main(recipe: Recipe, family: Family) -> None:
             f"flexdraft={recipe.flexdraft} is for train/calibrator.py, which fits a calibrator to those masks. "
             f"This command trains a new {family.title} drafter, and would not read them: leave flexdraft out"
         )
+    if recipe.drafter:
+        raise UserError(
+            f"drafter={recipe.drafter} is for the commands that decode; this one trains a new drafter and would not "
+            "read that one: leave drafter out (eagle.init_from starts from an EAGLE-3 drafter)"
+        )
     folder = check_writable(run_folder(recipe))
     prompts = load_prompts(recipe.eval.prompts, recipe.eval.limit)
     costs, source = check(recipe)

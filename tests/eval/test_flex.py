@@ -239,5 +239,7 @@ def test_decoders_that_it_cannot_serve_are_left_out_and_refused_by_name(make: Ma
     assert fitted(recipe, tiny_drafter(target)).eval.decoders == ["ar", "chain", "eagle", "graft", "lookup"]
     with pytest.raises(UserError, match="decoder=talon is not for this drafter, which drafts lines"):
         fitted(Recipe(decoder="talon"), drafter)
+    with pytest.raises(UserError, match=r"eval.decoders=\[flex\]: none is for this drafter, which is no FlexDraft"):
+        fitted(Recipe(eval=EvalConfig(decoders=["flex"])), tiny_drafter(target))
     with pytest.raises(UserError, match="decoder=flex is not for this drafter, which is no FlexDraft"):
         fitted(Recipe(decoder="flex"), tiny_drafter(target))

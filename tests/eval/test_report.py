@@ -116,8 +116,8 @@ def test_the_page_is_one_page_and_says_how_it_was_measured() -> None:
         "On a CPU verification is not free",
         "Retrieval at the same budget (graft beside eagle)",
         "accepted drafts: 100 % from drafter",
-        "Gates of graft (0.15/0.14/0.5): published for another target; eval.calibrate finds this drafter's own; rounds "
-        "that each stopped (none: drafted to the end): 100 % at none.",
+        "Gates of graft (0.15/0.14/0.5): published for another target; eval.calibrate finds those of an EAGLE-3 "
+        "drafter; rounds that each stopped (none: drafted to the end): 100 % at none.",
         "graft against eagle, the fastest of what is drafted alone: ",
         "From a cold matrix",
         "| graft |",

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from data_prep.rows import make_rows
+from eval import calibrate
 from eval import run as evaluation
 from models.flex_layout import check_flexdraft, load_flexdraft
 from models.flexdraft import FlexDraft, FlexDraftConfig
@@ -132,7 +133,16 @@ def test_masks_to_go_on_from_are_refused_where_they_would_not_be_read(
 ) -> None:
     with pytest.raises(UserError, match=r"is for train/calibrator\.py.*leave flexdraft out"):
         family.main(recipe(arguments, tmp_path / "new", f"flexdraft={run_dir}"))
+    with pytest.raises(UserError, match=r"trains a new drafter.*leave drafter out"):
+        family.main(recipe(arguments, tmp_path / "new", f"drafter={run_dir}/drafter"))
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("dry", ["true", "false"])
+def test_gates_of_masks_are_not_calibrated(arguments: list[str], run_dir: Path, tmp_path: Path, dry: str) -> None:
+    """Which is said before anything loads."""
+    with pytest.raises(UserError, match="a FlexDraft drafter has nothing for it to choose"):
+        calibrate.main(recipe(arguments, run_dir, f"dry_run={dry}"))
 
 
 @pytest.mark.parametrize(

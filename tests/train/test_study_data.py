@@ -31,3 +31,8 @@ def test_a_finished_study_is_its_own_and_no_other(
     assert "this run is finished: 4 steps (its data: they are the same)" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"study\.answer_tokens"):
         run.main(asked, Study(61, []))
+
+
+def test_rows_that_are_not_there_are_refused_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"also: .*nowhere holds no prepared rows"):
+        Study(0, [tmp_path / "nowhere"])
