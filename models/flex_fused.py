@@ -49,8 +49,7 @@ def verify(drafter: Any, target: Target, fused: ModuleType, ids_BT: Tensor, cach
     delta = None
     for index, (own, layer) in enumerate(zip(drafter.layers, target.layers[split:], strict=True), split):
         z, normed = fused.add_norm(z, delta, layer.norms["input_layernorm"], target.eps)
-        qkv = linear(normed[:, :T], layer.qkv, layer.qkv_bias)
-        mixed = fused.attention(qkv, rope, None, cache, index, target.heads(layer), None)
+        mixed = mix(index, linear(normed[:, :T], layer.qkv, layer.qkv_bias))
         heads = mask_heads(own, target, layer.scale)
         far = cache.keys[index], cache.values[index]
         qkv = linear(normed[:, T:], *own.packed).flatten(0, 1)

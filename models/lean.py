@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.attention import rotate as plain_rotate
+from models.kernels import HEAD_SIZES
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -37,7 +38,8 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 def rotate(x_BNTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> Tensor:
     """Rotary embedding, as models.attention.rotate."""
-    if not (x_BNTD.is_cuda and x_BNTD.dtype in HALF and len(x_BNTD) == 1):
+    B, _, _, D = x_BNTD.shape
+    if not (x_BNTD.is_cuda and x_BNTD.dtype in HALF and B == 1 and D in HEAD_SIZES):
         return plain_rotate(x_BNTD, cos_BTD, sin_BTD)
     out: Tensor = _Rotated.apply(x_BNTD.squeeze(0), cos_BTD.squeeze(0), sin_BTD.squeeze(0))
     return out.unsqueeze(0)

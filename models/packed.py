@@ -37,7 +37,7 @@ class PackedForward:
     whether rows are filled up: where it pays, by default."""
 
     def __init__(self, target: Target, split: int | None = None, fills: bool | None = None) -> None:
-        self.target, self.split = target, split
+        self.target, self.late = target, 0 if split is None else target.n_layers - split
         self.fills = pays(target) if fills is None else fills
         self.steps, self.places = Steps(target.device), dict[Hashable, _Place]()
 
@@ -72,19 +72,21 @@ class PackedForward:
         return place
 
     def _room(self, tokens: int) -> Tensor:
-        target, layers = self.target, 0 if self.split is None else self.target.n_layers - self.split
-        return target.final_norm.new_empty(2, layers, target.n_kv, tokens, target.head_dim)
+        target = self.target
+        return target.final_norm.new_empty(2, self.late, target.n_kv, tokens, target.head_dim)
 
     def _run(self, ids_T: Tensor, documents: Documents, kept: Tensor) -> States:
+        first = self.target.n_layers - self.late
+
         def see(index: int, k: Tensor, v: Tensor) -> None:
-            if self.split is not None and index >= self.split:
-                kept[0, index - self.split] = k[0]
-                kept[1, index - self.split] = v[0]
+            if index >= first:
+                kept[0, index - first] = k[0]
+                kept[1, index - first] = v[0]
 
         return self.target.packed_features(ids_T, documents, see)
 
     def _keys(self, kept: Tensor) -> Keys:
-        pairs = enumerate(zip(*kept, strict=True), self.split or 0)
+        pairs = enumerate(zip(*kept, strict=True), self.target.n_layers - self.late)
         return {index: (keys[None], values[None]) for index, (keys, values) in pairs}
 
 

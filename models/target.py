@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models import lean
-from models.attention import Documents, Heads, attend, attend_documents, half_on_gpu, rotate
+from models.attention import Documents, Heads, attend, attend_documents, half_on_gpu
 from models.cache import KVCache
 from models.device import choose_dtype
-from models.kernels import HEAD_SIZES, kernels, serve
+from models.kernels import kernels, serve
 from models.linear import linear
 from models.source import Source, load_model, load_tokenizer, resolve
 from models.target_weights import Layer, Weights, Whole, affine, concatenate
@@ -255,8 +255,7 @@ class Target:
         q, k, v = qkv.split([self.n_heads, self.n_kv, self.n_kv], dim=1)
         if "q_norm" in norms:
             q, k = self.norm(q, norms["q_norm"]), self.norm(k, norms["k_norm"])
-        turn = lean.rotate if self.head_dim in HEAD_SIZES else rotate
-        return turn(q, *rope), turn(k, *rope), v
+        return lean.rotate(q, *rope), lean.rotate(k, *rope), v
 
     def finish(self, layer: Layer, x_BTH: Tensor, mixed_BTH: Tensor) -> Tensor:
         """The rest of a layer, from what its attention adds to its input."""

@@ -182,13 +182,8 @@ def decoded(bench: Bench, arm: Arm, drafter: Drafter, temperature: float = 0.0) 
     """Every prompt's first turn, all drafts of each line verified. What the target says depends on no drafter, sampled
     or not."""
     recipe, length = bench.of(arm), arm.length
-    line: dict[str, Any] = {
-        "temperature": temperature,
-        "verifier": "match",
-        "draft_temperature": 0.0,
-        "chain_length": length,
-    }
-    e = fitted(replace(recipe, eval=replace(recipe.eval, **line)), drafter).eval
+    e = replace(recipe.eval, temperature=temperature, verifier="match", draft_temperature=0.0, chain_length=length)
+    e = fitted(replace(recipe, eval=e), drafter).eval
     settings = settings_of("chain", e) if arm.chain else settings_of("flex", e, gates=(0.0,), parallel=False)
     ids = [encode(bench.target, recipe, prompt) for prompt in bench.prompts]
     rows = [row_id(prompt.id, 0) for prompt in bench.prompts]
@@ -208,8 +203,8 @@ def columns(one: Sequence[Said], other: Sequence[Said]) -> list[list[float]]:
     return [column([pair[k] for pair in pairs], key) for k in (0, 1) for key in ("emitted", "rounds")]
 
 
-def words(interval: stats.Interval | None, sign: str = "") -> str:
-    return "" if interval is None else f" [{interval[0]:{sign}.2f}, {interval[1]:{sign}.2f}]"
+def words(interval: stats.Interval | None, form: str = ".2f") -> str:
+    return "" if interval is None else f" [{interval[0]:{form}}, {interval[1]:{form}}]"
 
 
 def arm_table(arms: list[Arm]) -> str:
@@ -224,7 +219,7 @@ def arm_table(arms: list[Arm]) -> str:
         gain = share = ""
         if arm is not first:
             a, b, c, d = columns(first.rows, arm.rows)
-            gain = f"{stats.ratio(c, d) - stats.ratio(a, b):+.2f}{words(stats.difference_interval(a, b, c, d), '+')}"
+            gain = f"{stats.ratio(c, d) - stats.ratio(a, b):+.2f}{words(stats.difference_interval(a, b, c, d), '+.2f')}"
         chain = next((one for one in arms if one.chain == arm.length), None)
         if chain is not None and not arm.chain:
             a, b, c, d = columns(chain.rows, arm.rows)
@@ -242,8 +237,8 @@ def calibration_table(arms: list[Arm]) -> str:
         for temperature, one, other in ((0, arms[0].rows, arm.rows), (1, arms[0].sampled, arm.sampled)):
             if arm.calibrated and one and other:
                 a, b, c, d = columns(one, other)
-                without, tau, interval = stats.ratio(a, b), stats.ratio(c, d), stats.difference_interval(a, b, c, d)
-                ends = "" if interval is None else f" [{interval[0]:+.3f}, {interval[1]:+.3f}]"
+                without, tau = stats.ratio(a, b), stats.ratio(c, d)
+                ends = words(stats.difference_interval(a, b, c, d), "+.3f")
                 lines.append(f"| {arm.name} | {temperature} | {without:.3f} | {tau:.3f} | {tau - without:+.3f}{ends} |")
     return "\n".join(lines)
 
@@ -378,11 +373,12 @@ def main(recipe: Recipe, only: str = "") -> None:
         print(f"{arm.name}: trained in {arm.seconds:.0f} s, tau {tau:.3f}, loops among it", flush=True)
         if not only:
             write_text(out, page(bench, arms, modes))
-    if not only:
-        masks = trained(bench, replace(arms[0]), None) if masks is None else masks
-        modes = mode_table(timed(bench, masks, tuple(recipe.eval.batch_sizes) or SIZES))
-        write_text(out, page(bench, arms, modes))
-        print(f"written to {out}")
+    if only:
+        return
+    masks = trained(bench, replace(arms[0]), None) if masks is None else masks
+    modes = mode_table(timed(bench, masks, tuple(recipe.eval.batch_sizes) or SIZES))
+    write_text(out, page(bench, arms, modes))
+    print(f"written to {out}")
 
 
 def chosen(arms: list[Arm], only: str) -> list[Arm]:

@@ -105,7 +105,7 @@ def main(argv: list[str]) -> None:
     own = {key: value for key, _, value in (a.partition("=") for a in rest) if key in ("answer_tokens", "also", "out")}
     others = [a for a in rest if a.partition("=")[0] not in own]
     if command == "show" and others:
-        told(lambda: show(others, own.get("out", "")))
+        show(others, own.get("out", ""))
     elif command == "train" and own.get("answer_tokens", "").isdigit():
         also = [Path(folder) for folder in own.get("also", "").split(",") if folder]
         entry(run.one_screen(lambda recipe: run.main(recipe, Study(int(own["answer_tokens"]), also))), others)
