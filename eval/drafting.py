@@ -50,11 +50,6 @@ class Frontier:
     level: int
 
     @property
-    def running(self) -> Tensor:
-        """bool []: some row still drafts."""
-        return (self.stage == UNGATED).any()
-
-    @property
     def drafted(self) -> int:
         """Candidates so far, a row."""
         return sum(tokens.shape[1] for tokens, _, _ in self.layers)
@@ -79,11 +74,19 @@ class Frontier:
             level=self.level + 1,
         )
 
-    def gated(self, gate: int, threshold: float) -> "Frontier":
-        """Stop the rows whose best drafted path is no likelier than the threshold (c_d, Graft 1.3)."""
-        confidence = self.layers[-1][2].amax(1).exp()
-        stopped = (self.stage == UNGATED) & (confidence <= threshold)
-        return replace(self, stage=self.stage.masked_fill(stopped, gate))
+    def gated(self, gate: int, threshold: float) -> tuple["Frontier", Tensor]:
+        """Stop the rows whose best drafted path is no likelier than the threshold (c_d, Graft 1.3); bool []: some row
+        still drafts."""
+        scores = self.layers[-1][2]
+        if scores.is_cuda:
+            from models import fused_trees
+
+            stage, running = fused_trees.gate(scores, self.stage, gate, threshold, UNGATED)
+        else:
+            stopped = (self.stage == UNGATED) & (scores.amax(1).exp() <= threshold)
+            stage = self.stage.masked_fill(stopped, gate)
+            running = (stage == UNGATED).any()
+        return replace(self, stage=stage), running
 
     def candidates(self) -> Candidates:
         tokens, parents, scores = (torch.cat(part, 1) for part in zip(*self.layers, strict=True))
@@ -156,11 +159,11 @@ class EagleDrafting:
 
     def _expanded(self, f: Frontier, states: Tensor) -> Frontier:
         """What the rest of `grow` does to a layer, by the kernels of a GPU."""
-        from models import fused_tokens
+        from models import fused_trees
 
         seen = f.ancestors.to(torch.uint8).contiguous()
         logits, index = self.drafter.fused_logits(states), f.index.contiguous()
-        layer, (tokens, scores, index, above, seen) = fused_tokens.expand(
+        layer, (tokens, scores, index, above, seen) = fused_trees.expand(
             logits, self.vocab.d2t, f.scores.contiguous(), index, f.stage, seen, f.drafted, UNGATED
         )
         states = states.gather(1, above.unsqueeze(2).expand(-1, -1, states.shape[2]))
@@ -176,12 +179,12 @@ class EagleDrafting:
         for gate, (level, threshold) in enumerate(zip(GATE_DEPTHS, gates, strict=False)):
             if level > depth:
                 break
-            f = steps.run(("gate", level), partial(self._to_gate, f, level, gate, threshold))
-            if not bool(f.running):
+            f, running = steps.run(("gate", level), partial(self._to_gate, f, level, gate, threshold))
+            if not bool(running):
                 return f
         return steps.run(("grow", depth), partial(self.grow, f, depth))
 
-    def _to_gate(self, f: Frontier, level: int, gate: int, threshold: float) -> Frontier:
+    def _to_gate(self, f: Frontier, level: int, gate: int, threshold: float) -> tuple[Frontier, Tensor]:
         return self.grow(f, level).gated(gate, threshold)
 
 
@@ -196,7 +199,13 @@ def rerank(candidates: Candidates, roots_B: Tensor, budget_B: Tensor, nodes: int
     A child never outscores its parent and ties go to the earlier node, so what is kept is closed under parents.
     """
     B, M = candidates.tokens.shape
-    keep = min(nodes, M)
+    keep, source = min(nodes, M), torch.full((B, 1 + min(nodes, M)), DRAFTER, device=roots_B.device)
+    if roots_B.is_cuda:
+        from models import fused_trees
+
+        parts = candidates.tokens, candidates.parents, candidates.scores
+        tokens, parents, scores, valid = fused_trees.rerank(*parts, roots_B, budget_B, keep)
+        return DraftTree(tokens, parents, scores, source, valid, candidates.depth)
     ranked = candidates.scores.sort(dim=1, descending=True, stable=True)
     within = torch.arange(keep, device=roots_B.device) < budget_B.unsqueeze(1)
     usable = within & (ranked.values[:, :keep] > float("-inf"))
@@ -216,7 +225,7 @@ def rerank(candidates: Candidates, roots_B: Tensor, budget_B: Tensor, nodes: int
         torch.cat([roots_B.unsqueeze(1), tokens], 1),
         torch.cat([root, parents], 1),
         torch.cat([root.to(scores.dtype), scores], 1),
-        torch.full((B, keep + 1), DRAFTER, device=roots_B.device),
+        source,
         torch.cat([torch.ones_like(root, dtype=torch.bool), valid], 1),
         candidates.depth,
     )

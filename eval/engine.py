@@ -23,8 +23,8 @@ from eval.settings import Settings
 from eval.tree import RETRIEVAL, DraftTree
 from eval.verify import Drafts, follow, walk
 from models.cache import KVCache
-from models.capture import Steps
-from models.sampling import law, sample, top, uniforms
+from models.capture import Steps, ask
+from models.sampling import best, law, sample, top, uniforms
 from models.target import States, Target, padded, refuse_nan
 
 PREFILL_LOGITS = 1024  # of prompts, formed at once: rows x positions
@@ -126,6 +126,8 @@ class Engine:
         """The target's own next token, the arg-max or a draw with the noise of (seed, row, position):
         [B, ..., V], [B, ...] -> [B, ...]."""
         s = self.settings
+        if s.temperature == 0:
+            return best(logits)
         ids = self.row_ids[rows].view(-1, *[1] * (positions.dim() - 1))
         return sample(logits, s.temperature, s.top_k, s.top_p, uniforms(s.seed, ids, positions))
 
@@ -208,10 +210,7 @@ class Engine:
         verified = self.steps.run("verify", lambda: self._verify(proposal.tree))
         clock.lap("verify")
         path, said, facts = self.steps.run("accept", lambda: self._accept(proposal, verified))
-        if self.matrix is not None:
-            # beside commit, extend and the next draft: proposers join before they touch the matrix or this tree's place
-            taught = self.matrix, proposal.tree, path, verified.logits, self.alive
-            self.steps.beside("remember", lambda: remember(*taught))
+        answer = ask(facts)
         clock.lap("accept")
         self.seen = proposal.tree, path  # for whoever draws it, until the next round
         if self.fixed:
@@ -221,7 +220,12 @@ class Engine:
             if self.drafting is not None:
                 self.steps.run("extend", lambda: self._extend(verified, path, said, counts_B, None))
                 clock.lap("draft")
-        read = facts.tolist()
+        if self.matrix is not None:
+            # beside the next draft: proposers join before they touch the matrix or this tree's place
+            taught = self.matrix, proposal.tree, path, verified.logits, self.alive
+            self.steps.beside("remember", lambda: remember(*taught))
+            clock.lap("accept")
+        read = answer()
         counts = [0 if over else row[0] + 1 for row, over in zip(read, done, strict=True)]
         if self.fixed:
             for cache in self._caches():
@@ -254,8 +258,7 @@ class Engine:
 
     def _verify(self, tree: DraftTree) -> Verified:
         target = self.target
-        ancestors = None if self.proposer.line or tree.size == 1 else tree.ancestors()
-        depths = None if ancestors is None else ancestors.sum(2) - 1
+        ancestors, depths = (None, None) if self.proposer.line or tree.size == 1 else tree.outline()
         if self.proposer.forward is not None:
             states = self.proposer.forward(tree.tokens, self.cache)
         else:
@@ -366,9 +369,14 @@ def teach(matrix: SuccessorMatrix, ids_BT: Tensor, final_BTH: Tensor, counts_B: 
 
 def remember(matrix: SuccessorMatrix, tree: DraftTree, path: Tensor, logits: Tensor, alive_B: Tensor) -> None:
     """Every verified node of an unfinished row teaches the matrix; for one token the accepted path wins, then the
-    higher score."""
+    higher score, then the later node."""
+    if logits.is_cuda:
+        from models import fused_trees
+
+        fused_trees.remember((tree.tokens, tree.scores, tree.valid), path, logits, alive_B, matrix.rows, matrix.owner)
+        return
     on_path = torch.zeros_like(tree.valid).scatter(1, path, True)
-    priority = tree.scores.clamp(-1e5, 0.0) + on_path * 1e6  # retrieved nodes score -1e9, accepted ones too
+    priority = tree.scores.double().clamp(-1e5, 0.0) + on_path * 1e6  # retrieved nodes score -1e9, accepted ones too
     teaches = tree.valid & alive_B.unsqueeze(1)
     order = priority.flatten().sort(stable=True).indices
     best = top(logits, WIDTH)[1].flatten(0, 1)

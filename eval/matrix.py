@@ -39,7 +39,7 @@ class SuccessorMatrix:
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu") -> None:
         # one row more than the vocabulary: writes that lose a tie land there
         self.rows = torch.full((vocab_size + 1, WIDTH), -1, dtype=torch.int64, device=device)
-        self._owner = torch.full((vocab_size + 1,), -1, dtype=torch.int64, device=device)
+        self.owner = torch.full((vocab_size + 1,), -1, dtype=torch.int64, device=device)
         self.filling = Filling()
 
     def copy(self) -> "SuccessorMatrix":
@@ -65,10 +65,10 @@ class SuccessorMatrix:
         spare = len(self.rows) - 1
         tokens_n = tokens_n if teaches_n is None else torch.where(teaches_n, tokens_n, spare)
         order = torch.arange(len(tokens_n), device=tokens_n.device)
-        self._owner.scatter_reduce_(0, tokens_n, order, "amax")
-        won = self._owner[tokens_n] == order
+        self.owner.scatter_reduce_(0, tokens_n, order, "amax")
+        won = self.owner[tokens_n] == order
         self.rows[torch.where(won, tokens_n, spare)] = successors_nW
-        self._owner.index_fill_(0, tokens_n, -1)
+        self.owner.index_fill_(0, tokens_n, -1)
         self.rows[spare] = -1
 
 

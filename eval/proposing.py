@@ -152,12 +152,12 @@ class Grafted(Drafted):
     def fill(self, tree: DraftTree, stage_B: Tensor) -> DraftTree:
         """Fixed or not, stages and merged counts lie in one place; a fixed tree too."""
         if self.fixed and self.template and stage_B.is_cuda:
-            from models import fused_tokens
+            from models import fused_trees
 
             self.stage.copy_(stage_B)
             drafted, filled = ([getattr(t, name) for name in FIELDS] for t in (tree, self.tree))
             parts = self.matrix.rows, self.template, self.wanted, self.stage, self.merged
-            fused_tokens.graft(drafted, filled, self.roots, *parts, RETRIEVAL)
+            fused_trees.graft(drafted, filled, self.roots, *parts, RETRIEVAL, len(self.shape.levels))
             return self.tree
         merged = torch.zeros_like(self.merged)
         if self.shape.paths and (self.fixed or bool((stage_B != UNGATED).any())):

@@ -38,6 +38,15 @@ class DraftTree:
             seen = seen.gather(1, index) | own
         return seen
 
+    def outline(self) -> tuple[Tensor, Tensor]:
+        """The ancestors, and each node's depth [B, N]."""
+        if self.parents.is_cuda:
+            from models import fused_trees
+
+            return fused_trees.ancestors(self.parents, self.depth)
+        seen = self.ancestors()
+        return seen, seen.sum(2) - 1
+
     def children(self, node_B: Tensor, token_B: Tensor) -> tuple[Tensor, Tensor]:
         """Is there a child of `node` that says `token`, and which -> (bool [B], index [B])."""
         match = (self.parents == node_B.unsqueeze(1)) & (self.tokens == token_B.unsqueeze(1)) & self.valid

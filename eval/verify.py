@@ -48,9 +48,9 @@ def walk(tree: DraftTree, choose: Callable[[Tensor, int], Tensor]) -> tuple[Tens
 def follow(tree: DraftTree, chosen_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`walk` where the target's token after every node is known."""
     if chosen_BN.is_cuda:
-        from models import fused_tokens
+        from models import fused_trees
 
-        return fused_tokens.walk(chosen_BN, tree.tokens, tree.parents, tree.valid, tree.depth)
+        return fused_trees.walk(chosen_BN, tree.tokens, tree.parents, tree.valid, tree.depth)
     index = torch.arange(len(chosen_BN))
     return walk(tree, lambda node, _: chosen_BN[index, node])
 

@@ -104,7 +104,11 @@ class KVCache:
         """Commit some of the tokens just written: the first `counts` of each row, or of the indices in `path`.
 
         Without `counts` the host is told later, by `note`."""
-        if path_BD is not None:
+        if path_BD is not None and self.bucket and path_BD.is_cuda:
+            from models import fused
+
+            fused.keep(self.keys, self.values, self.lengths, path_BD)
+        elif path_BD is not None:
             source = (self.lengths.unsqueeze(1) + path_BD).clamp(max=self.capacity - 1)
             into = self.lengths.unsqueeze(1) + torch.arange(path_BD.shape[1], device=source.device)
             rows, into = self._row_index.unsqueeze(1), into.clamp(max=self.capacity - 1)

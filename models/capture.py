@@ -16,6 +16,22 @@ def in_place(held: Tensor | None, new: Tensor) -> Tensor:
     return held.copy_(new)
 
 
+def ask(tensor: Tensor) -> Callable[[], list[Any]]:
+    """`tensor.tolist`, which waits for what is queued by now, but not for what is queued between this and the call."""
+    if not tensor.is_cuda:
+        return tensor.tolist
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def answer() -> list[Any]:
+        copied.synchronize()
+        found: list[Any] = host.tolist()
+        return found
+
+    return answer
+
+
 class Steps:
     """Runs functions that read and write tensors whose place does not change from call to call.
 

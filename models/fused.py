@@ -235,6 +235,31 @@ def attention(
     return out
 
 
+@triton.jit
+def _keep(keys, values, lengths, path, B, K, capacity, size, steps, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr):
+    place, head = tl.program_id(0), tl.program_id(1)  # of (layer, row)
+    b, s, d = place % B, tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    length = tl.load(lengths + b)
+    inside = (s < steps)[:, None] & (d < size)[None, :]
+    base = (place.to(tl.int64) * K + head) * capacity
+    source = tl.minimum(length + tl.load(path + b * steps + s, mask=s < steps, other=0), capacity - 1)
+    into = tl.minimum(length + s, capacity - 1)
+    source, into = (base + source)[:, None] * size + d[None, :], (base + into)[:, None] * size + d[None, :]
+    k, v = tl.load(keys + source, mask=inside), tl.load(values + source, mask=inside)
+    tl.debug_barrier()  # a path's slots are written over by other threads
+    tl.store(keys + into, k, mask=inside)
+    tl.store(values + into, v, mask=inside)
+
+
+def keep(keys: Tensor, values: Tensor, lengths_B: Tensor, path_BS: Tensor) -> None:
+    """Move the slots of a path behind each row's committed ones to the front of them, in all layers of a cache
+    [layers, B, K, capacity, D]."""
+    layers, B, K, capacity, D = keys.shape
+    path, steps = path_BS.contiguous(), path_BS.shape[1]
+    blocks = triton.next_power_of_2(steps), triton.next_power_of_2(D)
+    _keep[(layers * B, K)](keys, values, lengths_B, path, B, K, capacity, D, steps, *blocks, num_warps=4)
+
+
 def add_norm(x: Tensor, delta: Tensor | None, gain: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(x + delta, its RMS norm times `gain`) [..., H]; without `delta` x itself."""
     size = x.shape[-1]

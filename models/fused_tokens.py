@@ -1,8 +1,8 @@
-"""Decoding kernels for a GPU (Triton): choosing tokens, and growing and walking draft trees, in a launch or two each.
+"""Decoding kernels for a GPU (Triton): the likeliest tokens of logits, and draws from them, in a launch or two each.
 
-The plain functions are the references: `models.sampling.top` and `draw`, `eval.drafting` and `eval.verify.walk`.
+The plain functions are the references: those of the same names in `models.sampling`.
 
-B rows, N nodes, V vocabulary, k branches, U uncommitted tokens.
+B rows, V vocabulary.
 """
 
 from functools import partial
@@ -77,140 +77,6 @@ def _draw_token(
     tl.store(chosen + row, tl.min(tl.where((before + tl.cumsum(p, 0) > point) & (p > 0), at, last), 0).to(tl.int64))
 
 
-@triton.jit
-def _walk(chosen, tokens, parents, valid, path, accepted, bonus, N, depth, BLOCK: tl.constexpr):
-    b, at = tl.program_id(0), tl.arange(0, BLOCK)
-    inside = at < N
-    token = tl.load(tokens + b * N + at, mask=inside, other=-1)
-    parent = tl.load(parents + b * N + at, mask=inside, other=-1)
-    drafted = (tl.load(valid + b * N + at, mask=inside, other=0) != 0) & (at > 0)
-    node, count = b * 0, b * 0
-    said = tl.load(chosen + b * N)
-    tl.store(path + b * (depth + 1), node.to(tl.int64))
-    for step in range(depth):
-        child = tl.min(tl.where(drafted & (parent == node) & (token == said), at, BLOCK), 0)
-        # once no child was found none will be: the same question is asked again
-        node = tl.where(child < BLOCK, child, node)
-        count += (child < BLOCK).to(tl.int32)
-        said = tl.load(chosen + b * N + node)
-        tl.store(path + b * (depth + 1) + step + 1, node.to(tl.int64))
-    tl.store(accepted + b, count.to(tl.int64))
-    tl.store(bonus + b, said)
-
-
-@triton.jit
-def _graft(
-    tokens, parents, scores, source, valid, roots, rows, above, ranks, wanted, stage, to_tokens, to_parents, to_scores,
-    to_source, to_valid, merged, K, R, W, width, mark, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-):  # fmt: skip
-    b, at, r, w = tl.program_id(0), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_W)
-    tl.store(to_tokens + b * W + w, tl.zeros([BLOCK_W], tl.int64), mask=w < W)
-    tl.store(to_parents + b * W + w, tl.zeros([BLOCK_W], tl.int64), mask=w < W)
-    tl.store(to_valid + b * W + w, tl.zeros([BLOCK_W], tl.int1), mask=w < W)
-    tl.debug_barrier()
-    drafted = at < K
-    token = tl.load(tokens + b * K + at, mask=drafted, other=-1)
-    parent = tl.load(parents + b * K + at, mask=drafted, other=-1)
-    real = tl.load(valid + b * K + at, mask=drafted, other=0) != 0
-    root, gate = tl.load(roots + b), tl.load(stage + b)
-    # of each template node: the token retrieved, where it is in the joined tree and its parent there, and whether it
-    # is in it, and merged
-    found, place, below = r * 0 - 1 + root * 0, r * 0 + root * 0, r * 0 + root * 0
-    alive, same = r * 0, r * 0
-    for i in range(R):
-        parent_i = tl.load(above + i)
-        up = r == parent_i - 1
-        top_token = tl.where(parent_i == 0, root, tl.sum(tl.where(up, found, 0), 0))
-        top_place = tl.sum(tl.where(up, place, 0), 0)
-        usable = (parent_i == 0) | (tl.sum(tl.where(up, alive, 0), 0) > 0)
-        next_token = tl.load(rows + tl.maximum(top_token, 0) * width + tl.load(ranks + i))
-        next_token = tl.where(top_token >= 0, next_token, -1)
-        usable = usable & (tl.load(wanted + gate * R + i) != 0) & (next_token >= 0)
-        equal = tl.min(tl.where((parent == top_place) & (token == next_token) & real & (at > 0), at, BLOCK_K), 0)
-        here, had = r == i, equal < BLOCK_K
-        found = tl.where(here, next_token, found)
-        below = tl.where(here, top_place, below)
-        place = tl.where(here, tl.where(had, equal, K + i), place)
-        alive = tl.where(here, usable.to(tl.int32), alive)
-        same = tl.where(here, (usable & had).to(tl.int32), same)
-    tl.store(merged + b, tl.sum(same, 0).to(tl.int64))
-    new = (alive > 0) & (same == 0)
-    kept = tl.sum(real.to(tl.int32), 0)
-    # places in the compacted tree: how many nodes of it come before
-    before = tl.cumsum(real.to(tl.int32), 0) - 1
-    up = tl.sum((real[None, :] & (at[None, :] < parent[:, None])).to(tl.int32), 1)
-    used = real & (before < W)
-    tl.store(to_tokens + b * W + before, token, mask=used)
-    tl.store(to_parents + b * W + before, up.to(tl.int64), mask=used)
-    tl.store(to_scores + b * W + before, tl.load(scores + b * K + at, mask=drafted, other=0.0), mask=used)
-    tl.store(to_source + b * W + before, tl.load(source + b * K + at, mask=drafted, other=0), mask=used)
-    tl.store(to_valid + b * W + before, real, mask=used)
-    before = kept + tl.cumsum(new.to(tl.int32), 0) - 1
-    draft_up = tl.sum((real[None, :] & (at[None, :] < below[:, None])).to(tl.int32), 1)
-    new_up = tl.sum((new[None, :] & (r[None, :] < (below - K)[:, None])).to(tl.int32), 1)
-    used = new & (before < W)
-    tl.store(to_tokens + b * W + before, found, mask=used)
-    tl.store(to_parents + b * W + before, tl.where(below < K, draft_up, kept + new_up).to(tl.int64), mask=used)
-    tl.store(to_scores + b * W + before, tl.full([BLOCK_R], -1e9, tl.float32), mask=used)
-    tl.store(to_source + b * W + before, tl.zeros([BLOCK_R], tl.int64) + mark, mask=used)
-    tl.store(to_valid + b * W + before, new, mask=used)
-
-
-@triton.jit
-def _expand(
-    best, total, chosen, d2t, scores, index, stage, seen, tokens, parents, grown, next_tokens, next_scores, next_index,
-    next_above, next_seen, U, first, ungated, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_U: tl.constexpr,
-):  # fmt: skip
-    b, at = tl.program_id(0), tl.arange(0, BLOCK)
-    inside, above = at < K * K, at // K
-    wide = b * K * K + at
-    draft = tl.load(chosen + wide, mask=inside, other=0)
-    token = draft + tl.load(d2t + draft, mask=inside, other=0)
-    score = tl.load(scores + b * K + above, mask=inside, other=0.0) + tl.load(best + wide, mask=inside, other=0.0)
-    score = score - tl.load(total + b * K + above, mask=inside, other=0.0)
-    score = tl.where(tl.load(stage + b) == ungated, score, float("-inf"))
-    tl.store(tokens + wide, token, mask=inside)
-    tl.store(parents + wide, tl.load(index + b * K + above, mask=inside, other=0) + 1, mask=inside)
-    tl.store(grown + wide, score, mask=inside)
-    left = tl.where(inside, score, float("-inf"))
-    free = inside.to(tl.int32)  # not chosen yet: the rows that a gate stopped hold nothing but -inf
-    u = tl.arange(0, BLOCK_U)
-    for i in tl.static_range(K):
-        peak = tl.max(left, 0)
-        place = tl.min(tl.where((left == peak) & (free > 0), at, K * K - 1), 0)  # of equal ones the first
-        tl.store(next_tokens + b * K + i, tl.sum(tl.where(at == place, token, 0), 0))
-        tl.store(next_scores + b * K + i, peak)
-        tl.store(next_index + b * K + i, first + place)
-        tl.store(next_above + b * K + i, place // K)
-        line = tl.load(seen + (b * K + place // K) * U + u, mask=u < U, other=0)
-        line = tl.where(u < U, line, (u == U + i).to(line.dtype))
-        tl.store(next_seen + (b * K + i) * (U + K) + u, line, mask=u < U + K)
-        left = tl.where(at == place, float("-inf"), left)
-        free = tl.where(at == place, 0, free)
-
-
-def expand(
-    logits_BkV: Tensor, d2t: Tensor, scores_Bk: Tensor, index_Bk: Tensor, stage_B: Tensor, seen_BkU: Tensor, first: int,
-    ungated: int,
-) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """One layer of EAGLE's dynamic tree: the k best children of each of the k frontier nodes, as (tokens, parents,
-    scores) [B, k*k]; and the next frontier: tokens, scores, candidate index, which node it hangs on [B, k], ancestors
-    [B, k, U + k] (uint8). Rows whose `stage` is not `ungated` score -inf."""
-    B, k, U = seen_BkU.shape
-    best, chosen, total = top(logits_BkV, k)
-    integers, seen = partial(logits_BkV.new_empty, dtype=torch.int64), seen_BkU.new_empty(B, k, U + k)
-    tokens, parents, grown = integers((B, k * k)), integers((B, k * k)), torch.empty_like(best).view(B, k * k)
-    next_tokens, next_index, above = integers((B, k)), integers((B, k)), integers((B, k))
-    next_scores = torch.empty_like(scores_Bk)
-    _expand[(B,)](
-        best, total, chosen, d2t, scores_Bk, index_Bk, stage_B, seen_BkU, tokens, parents, grown, next_tokens,
-        next_scores, next_index, above, seen, U, first, ungated, k, triton.next_power_of_2(k * k),
-        triton.next_power_of_2(U + k), num_warps=4,
-    )  # fmt: skip
-    return (tokens, parents, grown), (next_tokens, next_scores, next_index, above, seen)
-
-
 def top(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The k largest of each row, their indices (of equal ones the lower first) [..., k], and its log-sum-exp [...]."""
     V, block = logits.shape[-1], 2048
@@ -263,6 +129,27 @@ def draw_rows(laws_BRV: Tensor, rows_BK: Tensor, uniforms_BK: Tensor) -> Tensor:
     return out
 
 
+@triton.jit(do_not_specialize=["offset"])
+def _uniforms(rows, positions, out, offset, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    x = tl.load(rows + at, mask=inside, other=0) * 0x9E3779B97F4A7C1
+    x += tl.load(positions + at, mask=inside, other=0) * 0x2545F4914F6CDD1 + offset
+    x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * -0xAE502812AA7333
+    x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * -0x3B314601E57A13AD
+    x = x ^ ((x >> 33) & 0x7FFFFFFF)
+    high = ((x >> 11) & 0x1FFFFFFFFFFFFF).to(tl.float64)
+    tl.store(out + at, (high + 0.5) * (1.0 / 9007199254740992.0), mask=inside)
+
+
+def uniforms(offset: int, rows: Tensor, positions: Tensor) -> Tensor:
+    """`models.sampling.uniforms`: int64 [...] of one shape -> float64 [...]."""
+    out = torch.empty(positions.shape, dtype=torch.float64, device=positions.device)
+    count, block = out.numel(), 256
+    _uniforms[(triton.cdiv(count, block),)](rows.contiguous(), positions.contiguous(), out, offset, count, block)
+    return out
+
+
 def draw(logits: Tensor, uniforms: Tensor, temperature: float | Tensor) -> Tensor:
     """`models.sampling.draw` of the plain law at a temperature, or at one for each row, in fp32: [..., V] logits and
     float64 [...] -> int64 [...]."""
@@ -278,35 +165,6 @@ def draw(logits: Tensor, uniforms: Tensor, temperature: float | Tensor) -> Tenso
         num_warps=4,
     )  # fmt: skip
     return chosen
-
-
-def graft(
-    tree: list[Tensor], out: list[Tensor], roots_B: Tensor, rows: Tensor, template: tuple[Tensor, Tensor],
-    wanted: Tensor, stage_B: Tensor, merged_B: Tensor, mark: int,
-) -> None:  # fmt: skip
-    """`eval.matrix.retrieve` and `graft` and `eval.tree.compact` in one launch, into `out` and `merged`.
-
-    `tree` and `out` are tokens, parents, scores, source and validity [B, K] and [B, W]; `template` the parents and
-    ranks [R] of its nodes, `wanted` [stages, R] those that a row's stage asks for, `mark` the retrieved nodes' source.
-    """
-    (B, K), R, W = tree[0].shape, len(template[0]), out[0].shape[1]
-    blocks = (triton.next_power_of_2(size) for size in (K, R, W))
-    _graft[(B,)](
-        *(t.contiguous() for t in tree), roots_B, rows, *template, wanted, stage_B, *out, merged_B, K, R, W,
-        rows.shape[1], mark, *blocks, num_warps=2,
-    )  # fmt: skip
-
-
-def walk(
-    chosen_BN: Tensor, tokens_BN: Tensor, parents_BN: Tensor, valid_BN: Tensor, depth: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`eval.verify.walk` of a tree where the target's token at every node is known -> path, accepted, bonus."""
-    B, N = tokens_BN.shape
-    path, accepted = chosen_BN.new_empty(B, depth + 1), chosen_BN.new_empty(B)
-    bonus = torch.empty_like(accepted)
-    tree = (t.contiguous() for t in (chosen_BN, tokens_BN, parents_BN, valid_BN))
-    _walk[(B,)](*tree, path, accepted, bonus, N, depth, triton.next_power_of_2(N), num_warps=1)
-    return path, accepted, bonus
 
 
 @triton.jit

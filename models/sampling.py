@@ -13,6 +13,10 @@ _MIX = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))  # Murmu
 def uniforms(seed: int, rows: Tensor, positions: Tensor) -> Tensor:
     """float64 in (0, 1) for each (row, position) pair; a counter-based hash, so no state and no order."""
     offset = (seed * 0x1B873593 + 1 + (1 << 63)) % (1 << 64) - (1 << 63)  # wrapped, so that any seed will do
+    if positions.is_cuda:
+        from models import fused_tokens
+
+        return fused_tokens.uniforms(offset, *torch.broadcast_tensors(rows, positions))
     x = rows.to(torch.int64) * 0x9E3779B97F4A7C1 + positions.to(torch.int64) * 0x2545F4914F6CDD1 + offset
     for multiplier in _MIX:
         x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * multiplier
@@ -58,10 +62,19 @@ def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     return torch.minimum(index, last)
 
 
+def best(logits: Tensor) -> Tensor:
+    """The arg-max, of equal ones the first: [..., V] -> [...]."""
+    if logits.is_cuda and logits.dtype != torch.float64:
+        from models import fused_tokens
+
+        return fused_tokens.top(logits.contiguous(), 1)[1].squeeze(-1)
+    return logits.argmax(-1)
+
+
 def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, uniform: Tensor) -> Tensor:
     """The token that `uniform` draws from the law of `logits`, at temperature 0 the arg-max: [..., V] -> [...]."""
     if temperature == 0:
-        return logits.argmax(-1)
+        return best(logits)
     if logits.is_cuda and top_k == 0 and top_p >= 1:
         from models import fused_tokens
 

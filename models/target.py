@@ -212,7 +212,7 @@ class Target:
     ) -> MixFn:
         """Over what `cache` holds and the new tokens."""
         rope = self.rope(self.kinds[0])
-        seen = None if ancestors_BTT is None else ancestors_BTT.to(torch.uint8).contiguous()
+        seen = None if ancestors_BTT is None else ancestors_BTT.contiguous().view(torch.uint8)
         return lambda i, qkv: fused.attention(qkv, rope, depths, cache, i, self.heads(self.layers[i]), seen)
 
     def heads(self, layer: Layer) -> Heads:

@@ -17,12 +17,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from eval.decode import RowResult, decode
-from eval.engine import Engines
+from eval.drafting import UNGATED, Candidates, rerank
+from eval.engine import Engines, remember
 from eval.filling import Filling
 from eval.matrix import SuccessorMatrix
 from eval.rules import TABLE, Rule, faults, verify
 from eval.settings import Settings
-from eval.tree import FIELDS, DraftTree
+from eval.tree import FIELDS
 from eval.verify import Drafts, follow
 from models import lean
 from models.attention import Documents
@@ -139,16 +140,42 @@ def draws_are_the_laws() -> bool:
     return bool((found != draw(law(logits.double(), 0.7), noise)).sum() <= 20)
 
 
-def walks_are_alike() -> bool:
-    source = torch.Generator().manual_seed(0)
-    B, N = 64, 24
-    parents = torch.stack([torch.randint(0, max(1, n), (B,), generator=source) for n in range(N)], 1)
-    tokens, chosen = (torch.randint(0, 4, (B, N), generator=source) for _ in range(2))
-    valid = torch.rand(B, N, generator=source) < 0.9
-    tree = DraftTree(tokens, parents, torch.zeros(B, N), torch.zeros_like(tokens), valid, N - 1)
-    there = replace(tree, **{name: getattr(tree, name).cuda() for name in FIELDS})
-    pairs = zip(follow(tree, chosen), follow(there, chosen.cuda()), strict=True)
-    return all(torch.equal(one, other.cpu()) for one, other in pairs)
+def random_candidates(source: torch.Generator, rows: int, layers: int) -> Candidates:
+    """Of a drafter that expands its four best nodes a layer; scores that are equal, and rows that a gate stopped."""
+    scores = [-torch.rand(rows, 4, generator=source)]
+    parents, best, first = [torch.zeros(rows, 4, dtype=torch.int64)], torch.arange(4).expand(rows, 4), 1
+    for layer in range(layers - 1):
+        above = scores[-1].gather(1, best - first + 1).unsqueeze(2)
+        first += scores[-1].shape[1]
+        parents.append((best + 1).unsqueeze(2).expand(rows, 4, 4).flatten(1))
+        scores.append((above - torch.rand(rows, 4, 4, generator=source).round(decimals=1)).flatten(1))
+        scores[-1][0, :] = scores[-1][0, :] if layer else float("-inf")
+        best = first - 1 + scores[-1].sort(dim=1, descending=True, stable=True).indices[:, :4]
+    flat, stage = torch.cat(scores, 1), torch.full((rows,), UNGATED)
+    return Candidates(torch.randint(0, 40, flat.shape, generator=source), torch.cat(parents, 1), flat, stage, layers)
+
+
+def trees_are_alike() -> bool:
+    """What is chosen of drafted candidates, its outline, the path that is walked and what it teaches a matrix: plainly
+    on a CPU, and by the kernels."""
+    source, held = torch.Generator().manual_seed(0), []
+    for rows, layers, nodes in ((1, 1, 8), (3, 2, 12), (64, 6, 60), (5, 4, 100)):
+        found, roots = random_candidates(source, rows, layers), torch.randint(0, 40, (rows,), generator=source)
+        budgets = torch.randint(0, nodes + 2, (rows,), generator=source)
+        there = Candidates(*(t.cuda() for t in (found.tokens, found.parents, found.scores, found.stage)), found.depth)
+        one, other = rerank(found, roots, budgets, nodes), rerank(there, roots.cuda(), budgets.cuda(), nodes)
+        held += [torch.equal(getattr(one, f)[one.valid], getattr(other, f).cpu()[one.valid]) for f in FIELDS[:-1]]
+        held += [torch.equal(one.valid, other.valid.cpu())]
+        held += [torch.equal(x, y.cpu()) for x, y in zip(one.outline(), other.outline(), strict=True)]
+        chosen = torch.randint(0, 40, one.tokens.shape, generator=source)
+        walked, follows = follow(one, chosen), follow(other, chosen.cuda())
+        held += [torch.equal(x, y.cpu()) for x, y in zip(walked, follows, strict=True)]
+        logits, alive = torch.randn(*chosen.shape, 40, generator=source), torch.rand(rows, generator=source) < 0.8
+        matrices = [SuccessorMatrix(40, device) for device in ("cpu", "cuda")]
+        remember(matrices[0], one, walked[0], logits, alive)
+        remember(matrices[1], other, follows[0], logits.cuda(), alive.cuda())
+        held += [torch.equal(matrices[0].rows, matrices[1].rows.cpu()), bool((matrices[1].owner == -1).all())]
+    return all(held)
 
 
 def rule_judges_alike(rule: Rule) -> bool:
@@ -248,7 +275,7 @@ def trained_layer_parts_are_alike() -> bool:
 def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("no GPU here")
-    alone = {"draws": draws_are_the_laws(), "walks": walks_are_alike()}
+    alone = {"draws": draws_are_the_laws(), "trees": trees_are_alike()}
     alone |= {f"rule {rule.name}": rule_judges_alike(rule) for rule in TABLE}
     alone["layers in training"] = trained_layer_parts_are_alike()
     alone |= {f"loss {name}": losses_are_judged_alike(name) for name in OBJECTIVES}
