@@ -19,10 +19,12 @@ def ratio(numerator: Column, denominator: Column) -> float:
     return float(np.sum(numerator)) / below if below else 0.0
 
 
-def ratio_interval(numerator: Column, denominator: Column, seed: int = 0, resamples: int = 4000) -> Interval | None:
-    """95 % percentile interval of `ratio` over resampled prompts [n]; None for fewer than two prompts."""
+def ratio_interval(
+    numerator: Column, denominator: Column, seed: int = 0, resamples: int = 4000, level: float = 0.95
+) -> Interval | None:
+    """Percentile interval of `ratio` over resampled prompts [n]; None for fewer than two prompts."""
     weights = _weights(len(numerator), seed, resamples)
-    return None if weights is None else _percentiles(_ratios(weights, numerator, denominator))
+    return None if weights is None else _percentiles(_ratios(weights, numerator, denominator), level)
 
 
 def speedup_interval(
@@ -73,9 +75,9 @@ def _ratios(weights: NDArray[np.float64], above: Column, below: Column) -> NDArr
     return np.divide(top, bottom, out=np.full_like(top, np.nan), where=bottom > 0)
 
 
-def _percentiles(ratios: NDArray[np.float64]) -> Interval | None:
+def _percentiles(ratios: NDArray[np.float64], level: float = 0.95) -> Interval | None:
     finite = ratios[np.isfinite(ratios)]
     if not len(finite):
         return None
-    low, high = np.percentile(finite, [2.5, 97.5])
+    low, high = np.percentile(finite, [50 - 50 * level, 50 + 50 * level])
     return float(low), float(high)

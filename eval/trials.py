@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from eval import stats
 from eval.decode import Decoded
 from eval.matrix import SuccessorMatrix
 from eval.memory import SMALLER, NoRoom, attempt
@@ -84,6 +85,12 @@ class Trial:
         cost = self.ms_per_round
         return 1000 * self.prompts * self.tau / cost if cost else 0.0
 
+    @property
+    def least_speed(self) -> float:
+        """The same where tokens a round are as few as one resample in ten of the calls has them."""
+        ends, tau = stats.ratio_interval(self.emitted, self.rounds, level=0.8), self.tau
+        return self.speed * ends[0] / tau if ends and tau else 0.0
+
     def record(self) -> dict[str, Any]:
         s = self.settings
         return {
@@ -102,6 +109,7 @@ class Trial:
             "ms_per_round": self.ms_per_round,
             "ms_by_stage": {stage: self.stage_ms(stage) for stage in STAGES},
             "tokens_per_s": self.speed,
+            "least_tokens_per_s": self.least_speed,
         }
 
 
@@ -123,6 +131,12 @@ def fitting(trials: list[Trial], run: Callable[..., Decoded], batch: Batch) -> l
         else:
             print(f"out of memory: {trial.settings.decoder}, {describe(trial.settings)} is left out")
     return found
+
+
+def choose(trials: Sequence[Trial]) -> Trial:
+    """The fastest of what surely beats `ar`, a few prompts' luck allowed for; `ar` where nothing does."""
+    plain = next(trial for trial in trials if trial.settings.decoder == "ar")
+    return max((t for t in trials if t.least_speed > plain.speed), key=lambda t: t.speed, default=plain)
 
 
 def best_by_decoder(trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:

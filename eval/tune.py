@@ -8,7 +8,8 @@ see the same text and the same weather. A candidate's speed is predicted as
 
 which is steadier than tokens over seconds; verification's part of the cost is pooled over the candidates that verify
 equally many rows. The field shrinks as prompts are added: all candidates, then the best few,
-then a run-off of three. `ar` runs everywhere, and wins when nothing beats it.
+then a run-off of three. `ar` runs everywhere, and wins when nothing surely beats it: what is gained on a few prompts
+by luck would be lost in service.
 """
 
 import itertools
@@ -36,6 +37,7 @@ from eval.trials import (
     Batch,
     Trial,
     best_by_decoder,
+    choose,
     cost_curve,
     fitting,
     replace_tokens,
@@ -95,7 +97,7 @@ def tune(
     run = _runner(target, drafter, decode, base)
     trials = fitting(trials, run, batches[0])
     finalists = race(trials, batches, run, lambda: (time.perf_counter() - start) / max(budget, 1e-9))
-    best = max(finalists, key=lambda trial: trial.speed)
+    best = choose(finalists)
     tuned = {
         "measured_on": environment(target),
         "target": target.fingerprint,

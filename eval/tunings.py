@@ -73,9 +73,9 @@ def write_all(path: Path, tunings: list[Tuning]) -> None:
 
 
 def choice(tuning: Tuning) -> str:
-    """What to serve with at this batch size; `off` where nothing was faster than plain decoding."""
+    """What to serve with at this batch size; `off` where nothing was surely faster than plain decoding."""
     chosen = tuning["chosen"]
-    return f"{chosen['decoder']}, {chosen['shape']}" if chosen["decoder"] != "ar" else "off (nothing beats ar)"
+    return f"{chosen['decoder']}, {chosen['shape']}" if chosen["decoder"] != "ar" else "off (nothing surely beats ar)"
 
 
 def of_grid(grid: list[dict[str, Any]], chosen: dict[str, Any]) -> dict[str, Any]:

@@ -162,7 +162,7 @@ def trees_are_alike() -> bool:
     for rows, layers, nodes in ((1, 1, 8), (3, 2, 12), (64, 6, 60), (5, 4, 100)):
         found, roots = random_candidates(source, rows, layers), torch.randint(0, 40, (rows,), generator=source)
         budgets = torch.randint(0, nodes + 2, (rows,), generator=source)
-        there = Candidates(*(t.cuda() for t in (found.tokens, found.parents, found.scores, found.stage)), found.depth)
+        there = replace(found, **{f: getattr(found, f).cuda() for f in ("tokens", "parents", "scores", "stage")})
         one, other = rerank(found, roots, budgets, nodes), rerank(there, roots.cuda(), budgets.cuda(), nodes)
         held += [torch.equal(getattr(one, f)[one.valid], getattr(other, f).cpu()[one.valid]) for f in FIELDS[:-1]]
         held += [torch.equal(one.valid, other.valid.cpu())]

@@ -54,7 +54,7 @@ def test_the_tuners_choice_is_read_or_measured_a_size_and_off_where_nothing_beat
     decode = Batched(accepts=lambda s: 0.0 if s.decoder == "ar" else 1.0)
     recipe = fake_recipe(batch_sizes=[1, 32], decoders=["ar", "chain"], tune=True, max_new_tokens=64)
     sizes = sweep(recipe, TARGET, DRAFTER, fake_prompts(4), tmp_path, decode=decode, warmup=fake_prompts(40)[8:])
-    assert sizes[0]["choice"].startswith("chain") and sizes[1]["choice"] == "off (nothing beats ar)"
+    assert sizes[0]["choice"].startswith("chain") and sizes[1]["choice"] == "off (nothing surely beats ar)"
     assert list(tmp_path.iterdir()) == [], "only eval.tune writes beside a drafter"
     (tmp_path / "model.safetensors").write_bytes(b"a drafter")
     calls, warmup = len(decode.calls), fake_prompts(40)[8:]
@@ -64,7 +64,7 @@ def test_the_tuners_choice_is_read_or_measured_a_size_and_off_where_nothing_beat
     assert [size["choice"] for size in again] == [size["choice"] for size in sizes]
     assert len(decode.calls) - calls < calls / 2  # nothing is tuned again
     table = report.batch_table(sizes)
-    assert "| off (nothing beats ar) |" in table and "| 32 |" in table
+    assert "| off (nothing surely beats ar) |" in table and "| 32 |" in table
 
 
 @pytest.mark.parametrize("tunes", [False, True])
