@@ -21,7 +21,7 @@ from eval.proposing import Proposal, proposer
 from eval.rules import Rule, faults, guard, refuse, rule_of, verify
 from eval.settings import Settings
 from eval.tree import RETRIEVAL, DraftTree
-from eval.verify import Drafts, follow, walk
+from eval.verify import Drafts, accept, told, walk
 from models.cache import KVCache
 from models.capture import Steps, ask
 from models.sampling import best, law, sample, top, uniforms
@@ -51,7 +51,7 @@ class Facts:
 
 
 def _facts(row: list[int], width: int) -> Facts:
-    """Read off what `Engine._accept` packed: five numbers, what was said and who drafted each node, `width` of each,
+    """Read off what `eval.verify.told` packed: five numbers, what was said and who drafted each node, `width` of each,
     and the faults of its laws if they were looked at."""
     accepted, nodes, stage, merged, drafted = row[:5]
     sources = row[6 + width : 6 + width + accepted]  # the first one is the root's
@@ -214,8 +214,7 @@ class Engine:
         clock.lap("accept")
         self.seen = proposal.tree, path  # for whoever draws it, until the next round
         if self.fixed:
-            counts_B = self.steps.run("count", lambda: (facts[:, 0] + 1) * self.alive)
-            self.steps.run("commit", lambda: self._commit(verified, path, said, counts_B, None))
+            counts_B = self.steps.run("commit", lambda: self._settle(verified, path, said, facts))
             clock.lap("cache")
             if self.drafting is not None:
                 self.steps.run("extend", lambda: self._extend(verified, path, said, counts_B, None))
@@ -282,13 +281,15 @@ class Engine:
                 tree, lambda node, depth: self.choose(v.logits[self.index, node], start + depth)
             )
         else:
-            path, accepted, bonus = follow(tree, v.chosen)
-        said = tree.tokens.gather(1, path)  # root, then accepted drafts
-        said = torch.cat([said[:, 1:], bonus.unsqueeze(1)], 1).scatter(1, accepted.unsqueeze(1), bonus.unsqueeze(1))
-        nodes = tree.valid.sum(1) - 1
-        drafted = nodes if v.depths is None else (v.depths * tree.valid).amax(1)
-        numbers = torch.stack([accepted, nodes, proposal.stage, proposal.merged, drafted], 1)
-        return path, said, torch.cat([numbers, said, tree.source.gather(1, path), *found], 1)
+            return accept(tree, v.chosen, v.depths, proposal.stage, proposal.merged)
+        said, facts = told(tree, (path, accepted, bonus), v.depths, proposal.stage, proposal.merged)
+        return path, said, torch.cat([facts, *found], 1)
+
+    def _settle(self, v: Verified, path: Tensor, said: Tensor, facts: Tensor) -> Tensor:
+        """Commit what the device itself found; returns the slots of each row [B]."""
+        counts_B = (facts[:, 0] + 1) * self.alive
+        self._commit(v, path, said, counts_B, None)
+        return counts_B
 
     def _judge(self, rule: Rule, drawn: Drawn, v: Verified) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Path, accepted and bonus by a rule, and the faults of the laws [B, 5]."""

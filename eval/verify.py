@@ -45,14 +45,32 @@ def walk(tree: DraftTree, choose: Callable[[Tensor, int], Tensor]) -> tuple[Tens
     return torch.stack(path, 1), accepted, bonus
 
 
-def follow(tree: DraftTree, chosen_BN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`walk` where the target's token after every node is known."""
+def told(
+    tree: DraftTree, walked: tuple[Tensor, Tensor, Tensor], depths_BN: Tensor | None, stage_B: Tensor, merged_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What a walked path says [B, depth + 1] (drafts, then the bonus), and a round's numbers: accepted, verified nodes,
+    gate stage, merged nodes, drafted depth, what was said, and who drafted each node of the path."""
+    path, accepted, bonus = walked
+    said = tree.tokens.gather(1, path)  # root, then accepted drafts
+    said = torch.cat([said[:, 1:], bonus.unsqueeze(1)], 1).scatter(1, accepted.unsqueeze(1), bonus.unsqueeze(1))
+    nodes = tree.valid.sum(1) - 1
+    drafted = nodes if depths_BN is None else (depths_BN * tree.valid).amax(1)
+    numbers = torch.stack([accepted, nodes, stage_B, merged_B, drafted], 1)
+    return said, torch.cat([numbers, said, tree.source.gather(1, path)], 1)
+
+
+def accept(
+    tree: DraftTree, chosen_BN: Tensor, depths_BN: Tensor | None, stage_B: Tensor, merged_B: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Path, and what `told` makes of it, where the target's token after every node is known."""
     if chosen_BN.is_cuda:
         from models import fused_trees
 
-        return fused_trees.walk(chosen_BN, tree.tokens, tree.parents, tree.valid, tree.depth)
+        fields = tree.tokens, tree.parents, tree.source, tree.valid, depths_BN
+        return fused_trees.accept(chosen_BN, *fields, stage_B, merged_B, tree.depth)
     index = torch.arange(len(chosen_BN))
-    return walk(tree, lambda node, _: chosen_BN[index, node])
+    walked = walk(tree, lambda node, _: chosen_BN[index, node])
+    return walked[0], *told(tree, walked, depths_BN, stage_B, merged_B)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from models.attention import Heads
 from models.cache import KVCache
 
 PROGRAMS = 264  # two a multiprocessor of an H100
-LEAST_SLICE = 64  # keys a program
+LEAST_SLICE, LEAST_TILE = 64, 16  # keys and queries of a program
+NEAR = 2048  # slots; where there are more, each key is read by few programs (crossover on an H200: 1,400 to 1,750 keys)
 LOG2_E = 1.4426950408889634
 
 
@@ -214,7 +215,9 @@ def attention(
     queries = store(qkv_BTX, rope, depths, cache.lengths, (keys, values), U - T, heads)
     none, G = qkv_BTX, N // K
     small = qkv_BTX.dtype == torch.float32 or D > 128
-    block_m = min(64 if small else 128, max(16, triton.next_power_of_2(T * G)))
+    block_m = min(64 if small else 128, max(LEAST_TILE, triton.next_power_of_2(T * G)))
+    if capacity <= NEAR and B * K * triton.cdiv(T * G, LEAST_TILE) <= PROGRAMS:
+        block_m = LEAST_TILE  # many small programs are done sooner than few large ones
     block_n, wide = 32 if D > 128 else 64, block_m > 64
     tiles = triton.cdiv(T * G, block_m)
     splits = max(1, min(32, triton.cdiv(PROGRAMS, B * K * tiles), triton.cdiv(capacity, LEAST_SLICE)))

@@ -1,7 +1,7 @@
 """Kernels for draft trees on a GPU (Triton): growing them, choosing what is verified, walking them, and remembering
 what the target said about them, in a launch or two each.
 
-The plain functions are the references: `eval.drafting.grow` and `rerank`, `eval.tree.ancestors`, `eval.verify.walk`,
+The plain functions are the references: `eval.drafting.grow` and `rerank`, `eval.tree.outline`, `eval.verify.accept`,
 `eval.matrix.graft` and `eval.engine.remember`.
 
 B rows, N nodes, M candidates, k branches, U uncommitted tokens, V vocabulary.
@@ -172,36 +172,58 @@ def ancestors(parents_BN: Tensor, depth: int) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _walk(chosen, tokens, parents, valid, path, accepted, bonus, N, depth, BLOCK: tl.constexpr):
-    b, at = tl.program_id(0), tl.arange(0, BLOCK)
+def _accept(
+    chosen, tokens, parents, source, valid, depths, stage, merged, path, said, facts, N, depth, DEPTHS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    b, at, d = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     inside = at < N
     token = tl.load(tokens + b * N + at, mask=inside, other=-1)
     parent = tl.load(parents + b * N + at, mask=inside, other=-1)
-    drafted = (tl.load(valid + b * N + at, mask=inside, other=0) != 0) & (at > 0)
-    node, count = b * 0, b * 0
-    said = tl.load(chosen + b * N)
-    tl.store(path + b * (depth + 1), node.to(tl.int64))
+    real = tl.load(valid + b * N + at, mask=inside, other=0) != 0
+    node, count, nodes = b * 0, b * 0, d * 0
+    next_token = tl.load(chosen + b * N)
     for step in range(depth):
-        child = tl.min(tl.where(drafted & (parent == node) & (token == said), at, BLOCK), 0)
+        child = tl.min(tl.where(real & (at > 0) & (parent == node) & (token == next_token), at, BLOCK), 0)
         # once no child was found none will be: the same question is asked again
         node = tl.where(child < BLOCK, child, node)
         count += (child < BLOCK).to(tl.int32)
-        said = tl.load(chosen + b * N + node)
-        tl.store(path + b * (depth + 1) + step + 1, node.to(tl.int64))
-    tl.store(accepted + b, count.to(tl.int64))
-    tl.store(bonus + b, said)
+        next_token = tl.load(chosen + b * N + node)
+        nodes = tl.where(d > step, node, nodes)
+    width, kept = depth + 1, d <= depth
+    verified = tl.sum(real.to(tl.int64), 0) - 1
+    drafted = verified
+    if DEPTHS:
+        drafted = tl.max(tl.where(real, tl.load(depths + b * N + at, mask=inside, other=0), 0), 0)
+    following = tl.gather(nodes, tl.minimum(d + 1, depth), 0)
+    words = tl.load(tokens + b * N + following, mask=d < depth, other=0)
+    words = tl.where((d == count) | (d == depth), next_token, words)
+    tl.store(path + b * width + d, nodes.to(tl.int64), mask=kept)
+    tl.store(said + b * width + d, words, mask=kept)
+    row = facts + b * (5 + 2 * width)
+    tl.store(row, count.to(tl.int64))
+    tl.store(row + 1, verified)
+    tl.store(row + 2, tl.load(stage + b))
+    tl.store(row + 3, tl.load(merged + b))
+    tl.store(row + 4, drafted)
+    tl.store(row + 5 + d, words, mask=kept)
+    tl.store(row + 5 + width + d, tl.load(source + b * N + nodes, mask=kept, other=0), mask=kept)
 
 
-def walk(
-    chosen_BN: Tensor, tokens_BN: Tensor, parents_BN: Tensor, valid_BN: Tensor, depth: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`eval.verify.walk` of a tree where the target's token at every node is known -> path, accepted, bonus."""
+def accept(
+    chosen_BN: Tensor, tokens_BN: Tensor, parents_BN: Tensor, source_BN: Tensor, valid_BN: Tensor,
+    depths_BN: Tensor | None, stage_B: Tensor, merged_B: Tensor, depth: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`eval.verify.accept`."""
     B, N = tokens_BN.shape
-    path, accepted = chosen_BN.new_empty(B, depth + 1), chosen_BN.new_empty(B)
-    bonus = torch.empty_like(accepted)
-    tree = (t.contiguous() for t in (chosen_BN, tokens_BN, parents_BN, valid_BN))
-    _walk[(B,)](*tree, path, accepted, bonus, N, depth, triton.next_power_of_2(N), num_warps=1)
-    return path, accepted, bonus
+    path, said = chosen_BN.new_empty(B, depth + 1), chosen_BN.new_empty(B, depth + 1)
+    facts = chosen_BN.new_empty(B, 5 + 2 * (depth + 1))
+    given = chosen_BN, tokens_BN, parents_BN, source_BN, valid_BN, chosen_BN if depths_BN is None else depths_BN
+    _accept[(B,)](
+        *(t.contiguous() for t in given), stage_B.contiguous(), merged_B.contiguous(), path, said, facts, N, depth,
+        depths_BN is not None, *(max(2, triton.next_power_of_2(n)) for n in (N, depth + 1)), num_warps=1,
+    )  # fmt: skip
+    return path, said, facts
 
 
 @triton.jit

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from eval.rules import TABLE, Rule, faults, verify
 from eval.tree import merged
-from eval.verify import Drafts, follow
+from eval.verify import Drafts, accept
 from models.capture import Steps
 from models.device import choose_device
 from models.sampling import draw, law, sample
@@ -90,8 +90,8 @@ def random_drafts(
 
 def match(drafts: Drafts, logits: Tensor, uniforms_BN: Tensor) -> Any:
     """Sample-and-match, as decoding does it: the target's own token after every node, and a walk."""
-    tree = merged(torch.zeros_like(drafts.tokens[:, 0, 0]), drafts.tokens)
-    return follow(tree, sample(logits, 1.0, 0, 1.0, uniforms_BN))
+    zeros = torch.zeros_like(drafts.tokens[:, 0, 0])
+    return accept(merged(zeros, drafts.tokens), sample(logits, 1.0, 0, 1.0, uniforms_BN), None, zeros, zeros)
 
 
 def milliseconds(step: Callable[[int], Any], rounds: int, device: torch.device) -> float:

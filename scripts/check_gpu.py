@@ -24,7 +24,7 @@ from eval.matrix import SuccessorMatrix
 from eval.rules import TABLE, Rule, faults, verify
 from eval.settings import Settings
 from eval.tree import FIELDS
-from eval.verify import Drafts, follow
+from eval.verify import Drafts, accept
 from models import lean
 from models.attention import Documents
 from models.packed import Keys, PackedForward
@@ -166,10 +166,14 @@ def trees_are_alike() -> bool:
         one, other = rerank(found, roots, budgets, nodes), rerank(there, roots.cuda(), budgets.cuda(), nodes)
         held += [torch.equal(getattr(one, f)[one.valid], getattr(other, f).cpu()[one.valid]) for f in FIELDS[:-1]]
         held += [torch.equal(one.valid, other.valid.cpu())]
-        held += [torch.equal(x, y.cpu()) for x, y in zip(one.outline(), other.outline(), strict=True)]
+        outlines = one.outline(), other.outline()
         chosen = torch.randint(0, 40, one.tokens.shape, generator=source)
-        walked, follows = follow(one, chosen), follow(other, chosen.cuda())
-        held += [torch.equal(x, y.cpu()) for x, y in zip(walked, follows, strict=True)]
+        merged = torch.randint(0, 9, (rows,), generator=source)
+        walked = accept(one, chosen, outlines[0][1], found.stage, merged)
+        follows = accept(other, chosen.cuda(), outlines[1][1], there.stage, merged.cuda())
+        held += [
+            torch.equal(x, y.cpu()) for x, y in zip((*outlines[0], *walked), (*outlines[1], *follows), strict=True)
+        ]
         logits, alive = torch.randn(*chosen.shape, 40, generator=source), torch.rand(rows, generator=source) < 0.8
         matrices = [SuccessorMatrix(40, device) for device in ("cpu", "cuda")]
         remember(matrices[0], one, walked[0], logits, alive)
