@@ -26,7 +26,7 @@ from eval.engine import Engines
 from eval.matrix import MAX_DEPTH, SuccessorMatrix
 from eval.matrix_file import save_matrix
 from eval.outcome import encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
-from eval.plan import check_settings, settings_of
+from eval.plan import check_settings, refuse_unread, settings_of
 from eval.proposing import Grafted, Laps, Proposal, Proposer
 from eval.results import environment
 from eval.settings import CALIBRATED, PUBLISHED_GATES, Settings
@@ -226,6 +226,7 @@ def main(recipe: Recipe) -> None:
     """Calibrate, and store gates and matrix beside the drafter."""
     from eval.run import check_models, drafter_folder, load
 
+    refuse_unread(recipe, "eval.calibrate", "prompts", "decoder", "out")
     check_settings(recipe)
     check_models(recipe)
     folder, prompts = check_writable(drafter_folder(recipe)), warmup_prompts()

@@ -23,7 +23,7 @@ from eval.drafters import Drafter, fitted
 from eval.matrix import SuccessorMatrix
 from eval.memory import SMALLER, attempt
 from eval.outcome import check_room, in_dtype, longest_prompt, new_matrix
-from eval.plan import at_batch, check_settings, describe, plan, settings_of
+from eval.plan import at_batch, check_settings, describe, plan, refuse_unread, settings_of
 from eval.run import (
     as_served,
     calibrated_gates,
@@ -188,6 +188,7 @@ def tuned_settings(recipe: Recipe, folder: Path, target: Target) -> Settings:
 
 
 def main(recipe: Recipe) -> None:
+    refuse_unread(recipe, "eval.chat", "prompts", "out")
     check_settings(recipe)
     recipe = choose(recipe)
     source = check_models(recipe, recipe.decoder in DRAFTED)

@@ -30,6 +30,14 @@ def check_settings(recipe: Recipe) -> None:
         rule_of(settings)
 
 
+def refuse_unread(recipe: Recipe, command: str, *keys: str) -> None:
+    """Refuse what a command would pass over without a word."""
+    for key in keys:
+        if value := getattr(recipe, key):
+            own = " It decodes validation prompts of its own, none of which you measure." if key == "prompts" else ""
+            raise UserError(f"{key}={value}: {command} does not read that.{own} Leave {key} out")
+
+
 def judged(recipe: Recipe) -> list[Settings]:
     """The settings whose rule is asked for: `chain`'s, or those that eval.verifier is given with in vain."""
     e = recipe.eval

@@ -30,7 +30,7 @@ from eval.filling import Filling
 from eval.matrix import SuccessorMatrix
 from eval.memory import by_halving
 from eval.outcome import check_prompts, encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
-from eval.plan import asked, at_batch, batch_sizes, check_settings, policies, settings_of
+from eval.plan import asked, at_batch, batch_sizes, check_settings, policies, refuse_unread, settings_of
 from eval.results import environment
 from eval.settings import BLOCKED, GATED, PARALLEL, Settings
 from eval.trials import (
@@ -301,6 +301,7 @@ def main(recipe: Recipe) -> None:
     """`python -m eval.tune recipe=NAME drafter=DIR`: tune at each batch size, and judge the choice on a grid."""
     from eval.run import check_models, drafter_folder, load, with_calibrated_gates
 
+    refuse_unread(recipe, "eval.tune", "prompts", "out")
     check_settings(recipe)
     source, prompts = check_models(recipe), warmup_prompts()
     folder = check_writable(drafter_folder(recipe))  # tuned.json belongs beside the drafter

@@ -97,7 +97,7 @@ def test_where_stopping_saves_nothing_the_gates_stay_open_and_where_drafts_never
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     made = World(tmp_path_factory.mktemp("calibrated"))
-    entry(calibrate.main, made.arguments())
+    entry(calibrate.main, made.beside())
     return made
 
 
@@ -190,8 +190,8 @@ def test_a_dry_run_loads_and_writes_nothing(
     world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(run, "load_target", None)
-    entry(calibrate.main, world.arguments("dry_run=true"))
+    entry(calibrate.main, world.beside("dry_run=true"))
     assert "18 validation prompts" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        entry(calibrate.main, world.arguments(f"drafter={tmp_path / 'nowhere'}"))
+        entry(calibrate.main, world.beside(f"drafter={tmp_path / 'nowhere'}"))
     assert "no such folder" in capsys.readouterr().err

@@ -125,9 +125,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 def piped(world: World, monkeypatch: pytest.MonkeyPatch, text: str, *extra: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    given = [a for a in world.arguments() if a.startswith(("recipe=", "drafter="))]
-    names = {argument.partition("=")[0] for argument in extra}
-    entry(chat.main, [a for a in given if a.partition("=")[0] not in names] + list(extra))
+    entry(chat.main, world.beside(*extra))
 
 
 def test_piped_text_is_plain_and_the_end_of_input_ends_it(

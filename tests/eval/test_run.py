@@ -85,10 +85,11 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_weights_load(
     dry_run: str,
 ) -> None:
     monkeypatch.setattr(run, "load_target", None)
+    arguments = world.arguments if command is run.main else world.beside
     closed = world.folder / ("drafter" if command is not run.main else "")
     monkeypatch.setattr(os, "access", lambda path, mode: path != closed)  # as root, everything may be written to
     with pytest.raises(SystemExit) as stop:
-        entry(command, world.arguments(f"out={closed / 'new'}", f"dry_run={dry_run}"))
+        entry(command, arguments(f"out={closed / 'new'}", f"dry_run={dry_run}"))
     assert stop.value.code == 2
     assert f"no permission to write to the folder {closed}" in capsys.readouterr().err
 
@@ -103,11 +104,12 @@ def test_a_damaged_tuned_json_is_refused_before_weights_load(
     dry_run: str,
 ) -> None:
     monkeypatch.setattr(run, "load_target", None)
+    arguments = world.arguments if command is run.main else world.beside
     damaged = world.folder / "drafter" / "tuned.json"
     damaged.write_text('{"schema": 2, "batches": {"1": ')
     try:
         with pytest.raises(SystemExit) as stop:
-            entry(command, world.arguments("eval.tune=true", f"dry_run={dry_run}"))
+            entry(command, arguments("eval.tune=true", f"dry_run={dry_run}"))
     finally:
         damaged.unlink()
     assert stop.value.code == 2
@@ -121,9 +123,23 @@ def test_eval_tune_refuses_a_rule_that_cannot_judge_before_weights_load(
     monkeypatch.setattr(run, "load_target", None)
     given = ("verifier=block", "eval.temperature=1.0", "eval.paths=2", *filter(None, [more]))
     with pytest.raises(SystemExit) as stop:
-        entry(tune.main, world.arguments("decoder=chain", *given))
+        entry(tune.main, world.beside("decoder=chain", *given))
     assert stop.value.code == 2
     assert "block judges one path, and eval.paths=2 are drafted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [(command, key) for command in (tune.main, calibrate.main, chat.main) for key in ("prompts", "out")]
+    + [(calibrate.main, "decoder")],
+)
+def test_what_a_command_does_not_read_is_refused(
+    world: World, capsys: pytest.CaptureFixture[str], command: Callable[[Recipe], None], key: str
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        entry(command, [*world.beside(), f"{key}=graft"])
+    assert stop.value.code == 2 and "does not read that. " in (said := capsys.readouterr().err)
+    assert f"Leave {key} out" in said
 
 
 def test_a_broken_prompt_line_is_named(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,7 +276,7 @@ def test_a_run_tunes_for_itself_and_uses_what_eval_tune_left_beside_the_drafter(
     entry(run.main, world.arguments("eval.tune=true", "eval.limit=2", "eval.decoders=[chain]"))
     assert "tuned in" in capsys.readouterr().out
     assert (world.folder / "out" / "tuned.json").is_file() and not beside.exists()
-    entry(tune.main, world.arguments("eval.batch_sizes=[1,2]", "eval.decoders=[chain]"))
+    entry(tune.main, world.beside("eval.batch_sizes=[1,2]", "eval.decoders=[chain]"))
     assert capsys.readouterr().out.count("below the best of the grid") == 2
     assert set(json.loads(beside.read_text())["batches"]) == {"1", "2"}
     entry(run.main, world.arguments("eval.tune=true", "eval.limit=2", "eval.decoders=[chain]"))
@@ -345,5 +361,5 @@ def test_a_rule_that_cannot_be_honoured_is_refused_before_tuning_loads_weights(
     monkeypatch.setattr(run, "load_target", None)
     for command in (tune.main, calibrate.main):
         with pytest.raises(SystemExit) as stop:
-            entry(command, world.arguments("verifier=spectr"))
+            entry(command, world.beside("verifier=spectr"))
         assert stop.value.code == 2 and "verifier=spectr needs the law" in capsys.readouterr().err

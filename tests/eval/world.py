@@ -37,3 +37,7 @@ class World:
         given += [f"prompts={self.folder / 'prompts.jsonl'}", f"out={self.folder / 'out'}"]
         names = {argument.partition("=")[0] for argument in extra}
         return [argument for argument in given if argument.partition("=")[0] not in names] + list(extra)
+
+    def beside(self, *extra: str) -> list[str]:
+        """For the commands that measure prompts of their own, and write beside the drafter or nowhere."""
+        return [argument for argument in self.arguments(*extra) if not argument.startswith(("prompts=", "out="))]
