@@ -198,6 +198,7 @@ class Engine:
     def round(self, clock: Clock, done: list[bool]) -> list[Facts]:
         """Propose, verify, accept and commit; `done` rows ride along."""
         self._commit_waiting(clock)
+        self.steps.join()
         if self.fixed:
             rooms = (self.settings.room, self.settings.draft_room)
             for cache, room in zip(self._caches(), rooms, strict=False):
@@ -205,12 +206,15 @@ class Engine:
                 cache.bucket = cache.capacity if self.target.kernels else rounded(cache.high + room)
             self.steps.scope = self.cache.bucket
         proposal = self.proposer.propose(self.steps, clock)
-        self.steps.join()
         self.steps.scope = self.cache.bucket, proposal.place
         verified = self.steps.run("verify", lambda: self._verify(proposal.tree))
         clock.lap("verify")
         path, said, facts = self.steps.run("accept", lambda: self._accept(proposal, verified))
         answer = ask(facts)
+        if self.matrix is not None:
+            # beside commit and extend, which were recorded after what it reads, but not beside the next draft
+            taught = self.matrix, proposal.tree, path, verified.logits, self.alive
+            self.steps.beside("remember", lambda: remember(*taught))
         clock.lap("accept")
         self.seen = proposal.tree, path  # for whoever draws it, until the next round
         if self.fixed:
@@ -219,11 +223,6 @@ class Engine:
             if self.drafting is not None:
                 self.steps.run("extend", lambda: self._extend(verified, path, said, counts_B, None))
                 clock.lap("draft")
-        if self.matrix is not None:
-            # beside the next draft: proposers join before they touch the matrix or this tree's place
-            taught = self.matrix, proposal.tree, path, verified.logits, self.alive
-            self.steps.beside("remember", lambda: remember(*taught))
-            clock.lap("accept")
         read = answer()
         counts = [0 if over else row[0] + 1 for row, over in zip(read, done, strict=True)]
         if self.fixed:

@@ -111,7 +111,6 @@ class Drafted(Proposer):
 
     def propose(self, steps: Steps, clock: Laps) -> Proposal:
         f = self.drafting.draft(self.settings.depth, self.branch, self.gates, steps)
-        steps.join()  # the last tree may lie where this one will, and still teach the matrix
         stopped = f.level < self.settings.depth  # all rows: none keeps more than this gate leaves it
         most = self.kept[GATE_DEPTHS.index(f.level)] if stopped else self.settings.most
         tree = steps.run(
@@ -238,7 +237,6 @@ class Blocked(Proposer):
     def propose(self, steps: Steps, clock: Laps) -> Proposal:
         tokens, logp = steps.run(("block", self.drafting.ready), lambda: self.drafting.block(self.settings.depth))
         clock.lap("draft")
-        steps.join()
         tree, stage = steps.run(("fill", self.drafting.ready), lambda: self.fill(tokens, logp))
         clock.lap("retrieve")
         return Proposal(tree, stage, self.merged, self.drafting.ready)
@@ -264,7 +262,6 @@ class Recycled(Proposer):
         self.wanted = torch.ones(len(roots_B), len(self.shape.paths), dtype=torch.bool, device=roots_B.device)
 
     def propose(self, steps: Steps, clock: Laps) -> Proposal:
-        steps.join()
         tree = steps.run("recycle", self._retrieve)
         clock.lap("retrieve")
         return Proposal(tree, self.stage, self.merged)

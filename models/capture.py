@@ -37,7 +37,8 @@ class Steps:
 
     On a GPU the first call of a key runs as it stands and so warms up, the second is recorded, and from then on it is
     replayed; what it returned keeps its place. A function that reads another's results must run as often as that one
-    under each of its keys, or read them from a place of its own. On a CPU every call runs as it stands.
+    under each of its keys, or read them from a place of its own. Recorded steps share memory: what one returned lasts
+    until a step that was recorded before it runs again. On a CPU every call runs as it stands.
     """
 
     def __init__(self, device: torch.device, captures: bool = True) -> None:
@@ -70,7 +71,8 @@ class Steps:
 
     def beside(self, key: Hashable, step: Callable[[], object]) -> None:
         """Run a step behind all that was queued so far, but beside what comes until `join`: nothing of that may write
-        what it reads, or read or write what it writes. On a CPU it runs at once."""
+        what it reads, or read or write what it writes; so where it reads what a recorded step returned, only steps that
+        were recorded after that one may come before `join`. On a CPU it runs at once."""
         if not self.captures:
             step()
             return

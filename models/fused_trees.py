@@ -119,7 +119,7 @@ def _rerank(
     chosen = (rank < tl.minimum(tl.load(budgets + b), keep)) & (score > float("-inf"))
     place = tl.cumsum(chosen.to(tl.int32), 0)  # in drafting order; the root's is 0
     kept = tl.sum(chosen.to(tl.int32), 0)
-    tl.store(places + b * M + at, place, mask=inside)
+    tl.store(places + b * M + at, tl.where(chosen, place, 0), mask=inside)
     root = w == 0
     tl.store(to_tokens + b * W + w, tl.where(root, tl.load(roots + b), 0), mask=w < W)
     tl.store(to_parents + b * W + w, tl.zeros([BLOCK_W], tl.int64), mask=w < W)

@@ -136,6 +136,17 @@ def locked(folder: Path, work: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def in_turn(folder: Path) -> Iterator[None]:
+    """Hold the folder, once no other process does."""
+    handle = os.open(make_folder(folder), os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yield a folder aside; on success it takes `path`'s place, on failure nothing is left. What a killed process left
     aside goes: its lock went with it."""

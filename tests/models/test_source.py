@@ -2,12 +2,16 @@
 
 import json
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from safetensors.torch import load_file, save_file
 
+from models import source
 from models.device import choose_device, choose_dtype
 from models.source import look_up, resolve
 from models.target import load_target
@@ -222,3 +226,24 @@ def test_a_cache_that_cannot_be_written_to_costs_no_more_than_time(
     (folder.parent / "file").write_text("")
     monkeypatch.setenv("ESPALIER_CACHE", str(folder.parent / "file"))
     assert resolve(TargetConfig(path=str(folder))).fingerprint == first
+
+
+def test_of_two_processes_one_converts_and_the_other_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Slow:
+        @classmethod
+        def from_pretrained(cls, *args: object, **named: object) -> "Slow":
+            time.sleep(0.2)
+            return cls()
+
+        def save_pretrained(self, folder: Path) -> None:
+            (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(transformers, "AutoModelForCausalLM", Slow)
+    monkeypatch.setattr(transformers, "AutoTokenizer", Slow)
+    with ThreadPoolExecutor() as pool:
+        folders = [*pool.map(lambda _: source._convert(tmp_path / "a.gguf", tmp_path / "made" / "it"), range(3))]
+    assert {(folder / "config.json").read_text() for folder in folders} == {"{}"}
+    assert capsys.readouterr().out.count("converting") == 1
+    assert [p.name for p in (tmp_path / "made").iterdir()] == ["it"]
