@@ -182,7 +182,7 @@ def tuned_settings(recipe: Recipe, folder: Path, target: Target) -> Settings:
     as_tuned = replace(with_calibrated_gates(at_batch(recipe, 1)), decoder="")
     tuned = None if recipe.eval.tune is False else tunings.read(folder, as_tuned, target)
     if tuned is not None and not tuned["speculate"]:
-        print("note: the tuner found plain decoding (decoder=ar) fastest on this machine")
+        print("note: the tuner found nothing surely faster than plain decoding (decoder=ar) on this machine")
     entries = plan(recipe, tuned, calibrated=calibrated_gates(recipe))
     return next(e.settings for e in entries if e.label == recipe.decoder)
 

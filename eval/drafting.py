@@ -199,7 +199,8 @@ def rerank(candidates: Candidates, roots_B: Tensor, budget_B: Tensor, nodes: int
     A child never outscores its parent and ties go to the earlier node, so what is kept is closed under parents.
     """
     B, M = candidates.tokens.shape
-    keep, source = min(nodes, M), torch.full((B, 1 + min(nodes, M)), DRAFTER, device=roots_B.device)
+    keep = min(nodes, M)
+    source = torch.full((B, 1 + keep), DRAFTER, device=roots_B.device)
     if roots_B.is_cuda:
         from models import fused_trees
 

@@ -296,8 +296,8 @@ class Engine:
         if s.temperature > 0:
             target = law(v.logits, s.temperature, s.top_k, s.top_p)
         else:
-            best = v.logits.argmax(2, keepdim=True)
-            target = torch.zeros_like(v.logits, dtype=drawn.laws.dtype).scatter_(2, best, 1.0)
+            chosen = best(v.logits).unsqueeze(2)
+            target = torch.zeros_like(v.logits, dtype=drawn.laws.dtype).scatter_(2, chosen, 1.0)
         drafts = Drafts(drawn.tokens, drawn.laws, target, drawn.coins)
         return *verify(rule, drafts, drawn.ends), faults(drafts)
 

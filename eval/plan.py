@@ -34,8 +34,7 @@ def refuse_unread(recipe: Recipe, command: str, *keys: str) -> None:
     """Refuse what a command would pass over without a word."""
     for key in keys:
         if value := getattr(recipe, key):
-            own = " It decodes validation prompts of its own, none of which you measure." if key == "prompts" else ""
-            raise UserError(f"{key}={value}: {command} does not read that.{own} Leave {key} out")
+            raise UserError(f"{key}={value}: {command} does not read that. Leave it out")
 
 
 def judged(recipe: Recipe) -> list[Settings]:

@@ -87,7 +87,8 @@ class Trial:
 
     @property
     def least_speed(self) -> float:
-        """The same where tokens a round are as few as one resample in ten of the calls has them."""
+        """The same where tokens a round are as few as one resample in ten of the calls has them; the cost of a round,
+        which varies less, as it is."""
         ends, tau = stats.ratio_interval(self.emitted, self.rounds, level=0.8), self.tau
         return self.speed * ends[0] / tau if ends and tau else 0.0
 

@@ -302,6 +302,8 @@ def main(recipe: Recipe) -> None:
     from eval.run import check_models, drafter_folder, load, with_calibrated_gates
 
     refuse_unread(recipe, "eval.tune", "prompts", "out")
+    if recipe.decoder == "ar":
+        raise UserError("decoder=ar: plain decoding has nothing to tune. Name another, or leave decoder out")
     check_settings(recipe)
     source, prompts = check_models(recipe), warmup_prompts()
     folder = check_writable(drafter_folder(recipe))  # tuned.json belongs beside the drafter

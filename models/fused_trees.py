@@ -1,8 +1,9 @@
 """Kernels for draft trees on a GPU (Triton): growing them, choosing what is verified, walking them, and remembering
 what the target said about them, in a launch or two each.
 
-The plain functions are the references: `eval.drafting.grow` and `rerank`, `eval.tree.outline`, `eval.verify.accept`,
-`eval.matrix.graft` and `eval.engine.remember`.
+The plain functions are the references: of eval.drafting `EagleDrafting.grow`, `Frontier.gated` and `rerank`, of
+eval.tree `DraftTree.outline` and `compact`, of eval.matrix `retrieve` and `graft`, `eval.verify.accept` and
+`eval.engine.remember`.
 
 B rows, N nodes, M candidates, k branches, U uncommitted tokens, V vocabulary.
 """
@@ -309,7 +310,7 @@ def _claim(tokens, scores, valid, alive, path, keys, owner, N, D):
     on_path = n < 0
     for d in range(D):
         on_path = on_path | (tl.load(path + b * D + d) == n)
-    # of nodes with one token: those of the path, then the higher score, whose bits of a float fall, then the later
+    # of nodes with one token: those of the path, then the higher score (a float's bits grow with it), then the later
     worse = tl.abs(tl.minimum(tl.load(scores + i), 0.0)).to(tl.int32, bitcast=True).to(tl.int64)
     key = ((on_path.to(tl.int64) << 31) + 0x7FFFFFFF - worse) * (1 << 24) + i
     teaches = (tl.load(valid + i) != 0) & (tl.load(alive + b) != 0)

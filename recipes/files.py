@@ -137,10 +137,14 @@ def locked(folder: Path, work: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_turn(folder: Path) -> Iterator[None]:
-    """Hold the folder, once no other process does."""
+    """Hold the folder, once no other process does; whoever waits says so."""
     handle = os.open(make_folder(folder), os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that writes to {folder}", flush=True)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
         os.close(handle)

@@ -138,8 +138,14 @@ def test_what_a_command_does_not_read_is_refused(
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         entry(command, [*world.beside(), f"{key}=graft"])
-    assert stop.value.code == 2 and "does not read that. " in (said := capsys.readouterr().err)
-    assert f"Leave {key} out" in said
+    assert stop.value.code == 2 and f"{key}=graft" in (said := capsys.readouterr().err)
+    assert "does not read that. Leave it out" in said
+
+
+def test_plain_decoding_has_nothing_to_tune(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        entry(tune.main, world.beside("decoder=ar"))
+    assert stop.value.code == 2 and "has nothing to tune" in capsys.readouterr().err
 
 
 def test_a_broken_prompt_line_is_named(world: World, capsys: pytest.CaptureFixture[str]) -> None:

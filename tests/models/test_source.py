@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 from safetensors.torch import load_file, save_file
 
 from models import source
@@ -240,10 +239,11 @@ def test_of_two_processes_one_converts_and_the_other_waits(
         def save_pretrained(self, folder: Path) -> None:
             (folder / "config.json").write_text("{}")
 
-    monkeypatch.setattr(transformers, "AutoModelForCausalLM", Slow)
-    monkeypatch.setattr(transformers, "AutoTokenizer", Slow)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM", Slow)
+    monkeypatch.setattr("transformers.AutoTokenizer", Slow)
     with ThreadPoolExecutor() as pool:
         folders = [*pool.map(lambda _: source._convert(tmp_path / "a.gguf", tmp_path / "made" / "it"), range(3))]
     assert {(folder / "config.json").read_text() for folder in folders} == {"{}"}
-    assert capsys.readouterr().out.count("converting") == 1
+    said = capsys.readouterr().out
+    assert said.count("converting") == 1 and said.count("waiting for another process") == 2
     assert [p.name for p in (tmp_path / "made").iterdir()] == ["it"]
