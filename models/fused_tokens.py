@@ -24,7 +24,8 @@ def _top_of_chunk(logits, values, indices, peaks, masses, V, chunks, k: tl.const
     for i in tl.static_range(k):
         value, index = tl.max(x, 0, return_indices=True)  # of equal ones the first
         tl.store(values + (row * chunks + chunk) * k + i, value)
-        tl.store(indices + (row * chunks + chunk) * k + i, chunk * BLOCK + index)
+        # among logits that are no numbers none is the largest: an index all the same, of a token
+        tl.store(indices + (row * chunks + chunk) * k + i, tl.minimum(chunk * BLOCK + index, V - 1))
         x = tl.where(at == chunk * BLOCK + index, float("-inf"), x)
 
 
@@ -42,7 +43,7 @@ def _top_of_chunks(
     for i in tl.static_range(k):
         value, index = tl.max(x, 0, return_indices=True)
         tl.store(best + row * k + i, value)
-        tl.store(chosen + row * k + i, tl.load(indices + row * chunks * k + index))
+        tl.store(chosen + row * k + i, tl.load(indices + row * chunks * k + tl.minimum(index, chunks * k - 1)))
         x = tl.where(at == index, float("-inf"), x)
 
 
