@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from recipes.files import cache_dir, in_turn, near_names, read_json, sha256_file, sha256_json, whole_folder, write_json
+from recipes.files import cache_dir, locked, near_names, read_json, sha256_file, sha256_json, whole_folder, write_json
 from recipes.schema import TargetConfig, UserError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gemma3")
@@ -167,7 +167,7 @@ def _convert(gguf: Path, folder: Path) -> Path:
     """Float weights of a GGUF file, made once, by one process while others wait, and kept under the user's cache."""
     if (folder / "config.json").is_file():
         return folder
-    with in_turn(folder.parent):
+    with locked(folder.parent, "writing float weights there", waits=True):
         if (folder / "config.json").is_file():  # another was quicker
             return folder
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

@@ -122,28 +122,17 @@ def output_folder(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, work: str) -> Iterator[None]:
-    """Hold the folder against other processes; the lock goes with the process, however it ends."""
-    handle = os.open(make_folder(folder), os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise UserError(f"{folder}: another process is {work}. Wait for it, or stop it.") from error
-    else:
-        yield
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def in_turn(folder: Path) -> Iterator[None]:
-    """Hold the folder, once no other process does; whoever waits says so."""
+def locked(folder: Path, work: str, waits: bool = False) -> Iterator[None]:
+    """Hold the folder against other processes, once none does if it `waits`; the lock goes with the process, however it
+    ends."""
     handle = os.open(make_folder(folder), os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for another process that writes to {folder}", flush=True)
+        except BlockingIOError as error:
+            if not waits:
+                raise UserError(f"{folder}: another process is {work}. Wait for it, or stop it.") from error
+            print(f"{folder}: waiting for another process, which is {work}", flush=True)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
