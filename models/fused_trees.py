@@ -267,10 +267,10 @@ def _graft(
     kept = tl.sum(real.to(tl.int32), 0)
     # places in the compacted tree: how many nodes of it come before
     before = tl.cumsum(real.to(tl.int32), 0) - 1
-    up = tl.sum((real[None, :] & (at[None, :] < parent[:, None])).to(tl.int32), 1)
+    kept_up = tl.sum((real[None, :] & (at[None, :] < parent[:, None])).to(tl.int32), 1)
     used = real & (before < W)
     tl.store(to_tokens + b * W + before, token, mask=used)
-    tl.store(to_parents + b * W + before, up.to(tl.int64), mask=used)
+    tl.store(to_parents + b * W + before, kept_up.to(tl.int64), mask=used)
     tl.store(to_scores + b * W + before, tl.load(scores + b * K + at, mask=drafted, other=0.0), mask=used)
     tl.store(to_source + b * W + before, tl.load(source + b * K + at, mask=drafted, other=0), mask=used)
     tl.store(to_valid + b * W + before, real, mask=used)
