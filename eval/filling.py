@@ -2,25 +2,25 @@
 
 from dataclasses import dataclass, replace
 
-WINDOW = 32  # rounds of a trial: some 100 tokens at T = 0, 55 at T = 1; shorter ones often miss what filling wins
+WINDOW = 96  # rounds of a trial: at T = 1 most win nothing, so that fewer say little of the mean
 WORTH = 0.1  # tokens a row and round: what a filled round takes longer, 72 us of 1,232 at T = 1 (H200, SmolLM2)
-LONGEST = 512  # rounds of a rest
+SHORTEST, LONGEST = 32, 512  # rounds of a rest
 
 
 @dataclass(frozen=True)
 class Filling:
     """An account of the rounds in which a gate stopped a row. It begins with a trial of WINDOW rounds that are filled;
-    where they accepted too few retrieved tokens, the places stay empty for as many rounds, for twice as many after each
-    further trial that fails, and then it tries again. It depends on no clock.
+    where they accepted too few retrieved tokens, the places stay empty for SHORTEST rounds, for twice as many after
+    each further trial that fails, and then it tries again. Half of a trial counts in the next. It depends on no clock.
 
     It goes where its matrix goes, so that a run is repeated by starting from a copy of that.
     """
 
     rounds: int = 0  # of this trial
-    rows: int = 0  # that decoded in them
-    retrieved: int = 0
+    rows: float = 0.0  # that decoded in them, and half of those before
+    retrieved: float = 0.0
     rest: int = 0  # rounds left
-    next_rest: int = WINDOW
+    next_rest: int = SHORTEST
 
     @property
     def pays(self) -> bool:
@@ -34,6 +34,10 @@ class Filling:
         rounds, rows, retrieved = self.rounds + 1, self.rows + rows, self.retrieved + retrieved
         if rounds < WINDOW:
             return replace(self, rounds=rounds, rows=rows, retrieved=retrieved)
-        if retrieved >= WORTH * rows:
-            return Filling()
-        return Filling(rest=self.next_rest, next_rest=min(2 * self.next_rest, LONGEST))
+        pays = retrieved >= WORTH * rows
+        return Filling(
+            rows=rows / 2,
+            retrieved=retrieved / 2,
+            rest=0 if pays else self.next_rest,
+            next_rest=SHORTEST if pays else min(2 * self.next_rest, LONGEST),
+        )

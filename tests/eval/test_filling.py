@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from eval import harness, proposing
+from eval import filling, harness, proposing
 from eval.decode import Decoded, decode
 from eval.engine import Clock, Engines
-from eval.filling import LONGEST, WINDOW, WORTH, Filling
+from eval.filling import LONGEST, SHORTEST, WINDOW, WORTH, Filling
 from eval.matrix import WIDTH, SuccessorMatrix, Template
 from eval.proposing import Grafted, Proposal, proposer
 from eval.settings import Settings
@@ -42,15 +42,19 @@ def booked(account: Filling, rounds: int, said: int, retrieved: int) -> Filling:
 
 def test_a_trial_that_wins_little_is_followed_by_a_rest_twice_as_long_as_the_last() -> None:
     account = Filling()
-    for rest in (32, 64, 128, 256, LONGEST, LONGEST):
+    for rest in (SHORTEST, 64, 128, 256, LONGEST, LONGEST):
         assert booked(account, WINDOW - 1, 2, 0).pays
         account = booked(account, WINDOW, 2, 0)
         assert not account.pays and not booked(account, rest - 1, 2, 0).pays
         account = booked(account, rest, 2, 2)  # of tokens said before, that is no news
         assert account.pays
     account = booked(account, WINDOW, 2, 1)
-    assert account == Filling(), "a trial that wins enough makes up for all before"
-    assert booked(account, 50 * WINDOW, 100, int(100 * WORTH)).pays
+    assert account.pays
+    account = booked(account, WINDOW, 2, 0)
+    assert account.pays, "half of the trial before counts"
+    account = booked(account, WINDOW, 2, 0)
+    assert account.rest == SHORTEST, "a trial that wins enough makes up for the rests before"
+    assert booked(Filling(), 50 * WINDOW, 100, int(100 * WORTH)).pays
 
 
 def test_an_account_goes_where_its_matrix_goes() -> None:
@@ -130,6 +134,7 @@ def test_where_retrieval_never_hits_it_rests_and_tries_again(
     fixed: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(filling, "WINDOW", SHORTEST)  # the target's answers are short
     settings = replace(GRAFT, decoder=decoder, temperature=heat)
     plain = [row.tokens for row in decode(target, None, prompts, Settings("ar", NEW, heat)).rows]
     absent = torch.tensor([i for i in range(320) if all(i not in tokens for tokens in plain)][:WIDTH])
@@ -141,8 +146,8 @@ def test_where_retrieval_never_hits_it_rests_and_tries_again(
     monkeypatch.setattr(proposing.Texts, "draft", lambda self: 0)  # splice copies nothing
     found, filled = watched(target, drafter, prompts, settings, fixed)
     assert [row.tokens for row in found.rows] == plain
-    assert len(filled) > 2 * WINDOW, "or the target's answers are too short for this test"
-    assert filled == [number // WINDOW in (0, 2) for number in range(len(filled))]
+    assert len(filled) > 2 * SHORTEST, "or the target's answers are too short for this test"
+    assert filled == [number // SHORTEST in (0, 2) for number in range(len(filled))]
     assert all(row.stages["d0"] == row.rounds for row in found.rows)
     if not fixed:
         always, every = watched(target, drafter, prompts, replace(settings, graft_fill="always"), fixed)
@@ -166,9 +171,10 @@ def test_where_it_hits_every_round_is_filled(
         return found[:, 1:].masked_fill(torch.tensor([len(path) > 1 for path in shape.paths]), -1)
 
     monkeypatch.setattr(proposing, "retrieve", hits)
+    monkeypatch.setattr(filling, "WINDOW", SHORTEST)
     found, filled = watched(target, drafter, prompts, GRAFT, False)
     assert [row.tokens for row in found.rows] == plain
-    assert len(filled) > WINDOW and all(filled)
+    assert len(filled) > SHORTEST and all(filled)
 
 
 def test_a_cold_matrix_knows_of_earlier_prompts_whether_retrieval_paid() -> None:
