@@ -27,7 +27,7 @@ class Filling:
         """So far as is known: the next round is filled."""
         return self.rest == 0
 
-    def after(self, rows: int, retrieved: int) -> "Filling":
+    def after(self, rows: float, retrieved: float) -> "Filling":
         """One round more, of so many rows, which accepted so many retrieved tokens together."""
         if self.rest:
             return replace(self, rest=self.rest - 1)
