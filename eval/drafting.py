@@ -99,6 +99,7 @@ class EagleDrafting:
     def __init__(self, drafter: Eagle3, target: Target, rows: int, capacity: int) -> None:
         self.drafter, self.target, self.vocab = drafter, target, drafter.vocab.to(target.device)
         self.cache: KVCache = drafter.new_cache(rows, capacity)
+        self.alive_B = torch.ones(rows, dtype=torch.bool, device=target.device)  # the others draft one layer, no more
         weight = drafter.fc.weight
         self.kernels = kernels(target.device, weight.dtype, drafter.config.head_dim)
         if self.kernels:
@@ -108,7 +109,7 @@ class EagleDrafting:
     def part(self, rows: slice) -> "EagleDrafting":
         """Consecutive rows with nothing committed, in the same memory."""
         part = copy.copy(self)
-        part.cache, part.state_B1H = self.cache.part(rows), self.state_B1H[rows]
+        part.cache, part.state_B1H, part.alive_B = self.cache.part(rows), self.state_B1H[rows], self.alive_B[rows]
         return part
 
     @torch.no_grad()
@@ -135,7 +136,7 @@ class EagleDrafting:
         B, k = tokens.shape
         own = torch.eye(k, dtype=torch.bool, device=tokens.device).expand(B, k, k)
         index = torch.arange(k, device=tokens.device).expand(B, k)
-        stage = torch.full((B,), UNGATED, device=tokens.device)
+        stage = torch.where(self.alive_B, UNGATED, 0)
         layers = ((tokens, torch.zeros_like(tokens), scores),)
         return Frontier(layers, tokens, scores, index, self.state_B1H.expand(B, k, -1), own, stage, 1)
 

@@ -114,7 +114,8 @@ class Engine:
         self.steps = Steps(device, captures=self.fixed and not target.sharded)
         self.roots = torch.zeros(rows, dtype=torch.int64, device=device)
         self.row_ids = torch.zeros_like(self.roots)
-        self.alive = torch.ones(rows, dtype=torch.bool, device=device)
+        alone = torch.ones(rows, dtype=torch.bool, device=device)
+        self.alive = drafting.alive_B if isinstance(drafting, EagleDrafting) else alone
         self.index = torch.arange(rows, device=device)
         self.rule = rule_of(settings)
         self.proposer = proposer(settings, self.roots, self.fixed, drafting, target.vocab_size, self.noise)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from eval.drafting import EagleDrafting, Frontier
+from eval.drafting import UNGATED, EagleDrafting, Frontier
 from models.capture import Steps
 
 RATIO = 0.03  # of the layer's best path probability, below which a candidate is dropped
@@ -44,7 +44,7 @@ def kept(f: Frontier) -> Tensor:
 @torch.no_grad()
 def grow(drafting: EagleDrafting, f: Frontier, branch: int, nodes: int, width: int) -> tuple[Frontier, Tensor]:
     """One layer more: of all children those within RATIO of the layer's best, the best first, as far as the budget
-    goes; and whether some row has budget left [] bool."""
+    goes; and whether some row that is alive has budget left [] bool."""
     B = len(f.tokens)
     states = drafting.drafter.step(f.states, drafting.target.embed(f.tokens), drafting.cache, f.level - 1, f.ancestors)
     logp, grown = drafting.top(states, branch)
@@ -58,7 +58,7 @@ def grow(drafting: EagleDrafting, f: Frontier, branch: int, nodes: int, width: i
     tokens, parents = grown.flatten(1).gather(1, picked), f.index.gather(1, above) + 1
     index = f.drafted + torch.arange(scores.shape[1], device=scores.device).expand(B, -1)
     f = f.grown((tokens, parents, scores), (tokens, scores, index, above), states)
-    return f, (kept(f) < nodes).any()
+    return f, ((kept(f) < nodes) & (f.stage == UNGATED)).any()  # a row that has ended holds no other
 
 
 def trimmed(f: Frontier) -> Frontier:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from eval.drafting import UNGATED, Candidates, EagleDrafting, draft_budgets, rerank
+from eval.engine import Engines
+from eval.settings import Settings
 from eval.tree import DraftTree
 from models.eagle3 import Eagle3
 from models.target import Target
@@ -228,6 +230,27 @@ def test_each_row_stops_at_its_own_gate(scene: Scene) -> None:
         assert len(path_set(tree, row)) <= int(budgets[row])
         if int(found.stage[row]) == 0:
             assert all(len(path) == 1 for path in path_set(tree, row)) and len(path_set(tree, row)) == 8
+
+
+def test_a_row_that_has_ended_holds_no_other(scene: Scene, counted: list[int]) -> None:
+    """However sure it was: the others' gates alone decide, and nothing of their drafts changes."""
+    every = scene.drafting([0, 1, 2])
+    first = every.draft(1, 10).candidates().scores.amax(1).exp()
+    sure, gate = int(first.argmax()), float(first.sort().values[1:].mean())
+    ended = torch.arange(3) == sure
+    expected = every.draft(8, 10, (gate, 0.0, 0.0)).candidates()
+    assert expected.depth == 8 and expected.stage.tolist() == [UNGATED if i == sure else 0 for i in range(3)]
+    every.alive_B.copy_(~ended)
+    counted.clear()
+    found = every.draft(8, 10, (gate, 0.0, 0.0)).candidates()
+    assert found.depth == 1 and not counted
+    assert torch.equal(found.tokens[~ended], expected.tokens[~ended, :10])
+    engine = Engines(fixed=False).get(scene.target, scene.drafter, Settings("prune", gates=(gate, 0.0, 0.0)), 3, 16)
+    engine.prefill(scene.texts, [0, 1, 2], None)
+    engine.finish(ended.tolist())
+    assert isinstance(engine.drafting, EagleDrafting) and torch.equal(engine.drafting.alive_B, ~ended)
+    engine.prefill(scene.texts, [0, 1, 2], None)
+    assert bool(engine.drafting.alive_B.all())
 
 
 def test_a_confidence_that_equals_the_gate_stops(tiny_target: Callable[..., Any]) -> None:
