@@ -10,6 +10,7 @@ other for the most tokens a second: tokens of all rounds over the cost of all ro
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -25,6 +26,7 @@ from eval.drafting import GATE_DEPTHS, UNGATED, rerank
 from eval.engine import Engines
 from eval.matrix import MAX_DEPTH, SuccessorMatrix
 from eval.matrix_file import save_matrix
+from eval.memory import attempt, too_many
 from eval.outcome import encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
 from eval.plan import check_settings, refuse_unread, settings_of
 from eval.proposing import Grafted, Laps, Proposal, Proposer
@@ -237,7 +239,10 @@ def main(recipe: Recipe) -> None:
         print(f"{len(prompts)} validation prompts, {TOKENS} tokens each; {FILE} and {MATRIX_FILE} go to {folder}")
         return
     target, drafter, folder = load(recipe)
-    record, matrix = calibrate(recipe, target, drafter, prompts)
+    found = attempt(partial(calibrate, recipe, target, drafter, prompts))
+    if found is None:
+        raise too_many(recipe.eval.batch_size)
+    record, matrix = found
     record["drafter"] = weights_hash(folder)
     save_matrix(matrix, folder / MATRIX_FILE, target.fingerprint)
     write_json(folder / FILE, record)

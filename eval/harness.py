@@ -19,7 +19,7 @@ from eval.decode import Decoded, decode_keeping, ready
 from eval.drafters import Drafter, fitted
 from eval.matrix import SuccessorMatrix
 from eval.matrix_file import is_file, read_matrix, starting_matrix
-from eval.memory import SMALLER, attempt, by_halving
+from eval.memory import SMALLER, NoRoom, attempt, by_halving
 from eval.outcome import (
     Outcome,
     check_prompts,
@@ -133,13 +133,22 @@ def evaluate(
         measure(bench, prompts)
         flag_loops(bench.outcomes)
         checks = lossless.check(bench, load_fp32)
-        calibration = flex_report.calibration(bench, UNTIMED_BATCH[target.device.type])
+        calibration = calibrator_worth(bench)
     tables = results.build(bench, checks, tuned, drafter_name)
     if out is not None:
         tree = attempt(partial(picture.sketch, bench)) if draws else None
         report.write(tables, tuned, out, sizes, tree, calibration)
     report.summary(tables, out)
     return tables
+
+
+def calibrator_worth(bench: Bench) -> dict[str, Any] | None:
+    """What memory does not hold is left out: what was measured before is worth its report."""
+    try:
+        return flex_report.calibration(bench, UNTIMED_BATCH[bench.target.device.type])
+    except NoRoom:
+        print("out of memory: what the calibrator brings was not measured", flush=True)
+        return None
 
 
 def check_matrix(recipe: Recipe, source: Source | None, prompts: Sequence[Prompt]) -> None:

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from eval.memory import attempt
 from eval.outcome import Outcome, row_id
 from models.target import Target
 
@@ -26,6 +28,12 @@ NEAR_TIE = 1e-4
 NEAR_STEPS = 4  # of the dtype: up to here a parting may be rounding, and float64 is asked
 BATCH = 8  # prompts of one checking call
 SPEED_PROMPTS = 2  # on which transformers' generate is timed against `ar`
+CHECKS = {
+    "speed": "the speed of `ar` against transformers' generate",
+    "decoders": "the decoders' outputs against `ar`",
+    "float32": "the outputs in float32, for which the target is held twice",
+    "generate": "the outputs of `ar` against transformers' generate",
+}
 
 
 @dataclass(frozen=True)
@@ -125,20 +133,28 @@ def check(bench: "Bench", load_fp32: Callable[[], Target] | None = None) -> dict
 
     Every decoder is compared with `ar` on every prompt (their outputs are at hand), `ar` with generate on
     `eval.lossless` prompts (0 = all). A run in another dtype than float32 repeats both in float32, given `load_fp32`.
+    What memory does not hold is named under `no_room`: what was measured before is worth its report.
     """
     e = bench.recipe.eval
     if e.lossless < 0:
         return {}
-    checks: dict[str, Any] = {"dtype": _name(bench.target.dtype), "speed": time_generate(bench)}
+    wanted: dict[str, Callable[[], dict[str, Any]]] = {"speed": partial(time_generate, bench)}
     if e.temperature == 0:
         referee = Referee(bench.target.model)
-        checks["decoders"] = compare_decoders(referee, bench.outcomes)
+        wanted["decoders"] = partial(compare_decoders, referee, bench.outcomes)
         if bench.target.dtype != torch.float32 and load_fp32 is not None:
-            checks["float32"] = check_fp32(bench, load_fp32())
+            wanted["float32"] = partial(check_fp32, bench, load_fp32)
         else:
             base = bench.outcomes["ar"][: e.lossless or None]
-            checks["generate"] = compare_generate(referee, bench.target, base, e.max_new_tokens)
-        _shout(checks)
+            wanted["generate"] = partial(compare_generate, referee, bench.target, base, e.max_new_tokens)
+    checks: dict[str, Any] = {"dtype": _name(bench.target.dtype)}
+    for name, run in wanted.items():
+        if (found := attempt(run)) is not None:
+            checks[name] = found
+            continue
+        checks.setdefault("no_room", []).append(name)
+        print(f"out of memory: not checked: {CHECKS[name]}", flush=True)
+    _shout(checks)
     return checks
 
 
@@ -176,9 +192,9 @@ def compare_generate(
     return tally.record()
 
 
-def check_fp32(bench: "Bench", target: Target) -> dict[str, Any]:
+def check_fp32(bench: "Bench", load: Callable[[], Target]) -> dict[str, Any]:
     """Decode again in float32 on `eval.lossless` prompts, every decoder, and compare as above."""
-    e = bench.recipe.eval
+    e, target = bench.recipe.eval, load()
     drafter = copy.deepcopy(bench.drafter).float() if bench.drafter is not None else None
     base = bench.outcomes["ar"][: e.lossless or None]
     rows = [(o.id, o.category, k, ids) for o in base for k, ids in enumerate(o.prompts)]

@@ -18,6 +18,10 @@ class NoRoom(UserError):
     """Memory does not hold what was asked for."""
 
 
+def too_many(rows: int) -> NoRoom:
+    return NoRoom(f"out of memory at batch {rows}. {f'Try {rows // 2}' if rows > 1 else SMALLER}")
+
+
 def ran_out(error: BaseException) -> bool:
     """Whether an allocation failed, or one did before what this error is about: recording a step ends in another error
     then. torch has a class for what its allocator asks a GPU for, and only words for all else."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from eval import flex_report, picture, plots, tunings
+from eval import flex_report, lossless, picture, plots, tunings
 from eval.picture import Sketch
 from eval.verdict import Table, interval_text, judged, named, times, verdict
 from recipes.files import make_folder, write_json, write_text
@@ -266,7 +266,7 @@ def lossless_lines(tables: list[Table]) -> list[str]:
         lines += [f"{t['decoder']}: {t['settings']['verification']}." for t in drafted]
     if "speed" in checks:
         lines.append(baseline_line(checks["speed"]))
-    return lines
+    return lines + [f"**Not checked, out of memory**: {lossless.CHECKS[name]}." for name in checks.get("no_room", [])]
 
 
 def baseline_line(speed: dict[str, Any]) -> str:
@@ -278,7 +278,7 @@ def baseline_line(speed: dict[str, Any]) -> str:
 
 
 def _count_lines(checks: dict[str, Any], dtype: str, exact: bool) -> list[str]:
-    names = {f"{label} against ar": c for label, c in checks["decoders"].items() if label != "ar"}
+    names = {f"{label} against ar": c for label, c in checks.get("decoders", {}).items() if label != "ar"}
     if "generate" in checks:
         names["ar against transformers' generate"] = checks["generate"]
     lines = []

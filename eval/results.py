@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 K = TypeVar("K", int, str)
 Pairs = list[tuple[Outcome, Outcome]]  # (this decoder, `ar`) on the same prompt
 RETRIEVE = ("graft", "splice")  # decoders that do, and that do not
-DRAFT_ALONE = ("eagle", "prune", "talon", "flex")
+DRAFT_ALONE = ("chain", "eagle", "prune", "talon", "flex")
 
 
 def build(

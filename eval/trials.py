@@ -12,7 +12,7 @@ from typing import Any
 from eval import stats
 from eval.decode import Decoded
 from eval.matrix import SuccessorMatrix
-from eval.memory import SMALLER, NoRoom, attempt
+from eval.memory import attempt, too_many
 from eval.outcome import STAGES
 from eval.plan import POLICY, describe
 from eval.settings import Settings
@@ -120,15 +120,20 @@ def trials_of(settings: Sequence[Settings], base: SuccessorMatrix) -> list[Trial
     return [Trial(s, base.copy() if s.remembers else None, pool=pool) for s in settings]
 
 
-def fitting(trials: list[Trial], run: Callable[..., Decoded], batch: Batch) -> list[Trial]:
-    """The trials whose first, short run memory holds; that of `ar` must."""
+def decoded_by(
+    trials: Sequence[Trial], run: Callable[..., Decoded], batch: Batch, tokens: int, book: bool = True
+) -> list[Trial]:
+    """Every trial on one batch; those that memory does not hold are left out, and `ar` must fit."""
     found = []
     for trial in trials:
-        if attempt(partial(run, replace_tokens(trial, FIRST_TOKENS), *batch)) is not None:
+        short = replace_tokens(trial, tokens)
+        decoded = attempt(partial(run, short, *batch))
+        if decoded is not None:
             found.append(trial)
+            if book:
+                trial.add(decoded, short.settings.max_new_tokens)
         elif trial.settings.decoder == "ar":
-            size = len(batch[0])
-            raise NoRoom(f"out of memory at batch {size}. {f'Try {size // 2}' if size > 1 else SMALLER}")
+            raise too_many(len(batch[0]))
         else:
             print(f"out of memory: {trial.settings.decoder}, {describe(trial.settings)} is left out")
     return found

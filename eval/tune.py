@@ -34,13 +34,13 @@ from eval.plan import asked, at_batch, batch_sizes, check_settings, policies, re
 from eval.results import environment
 from eval.settings import BLOCKED, GATED, PARALLEL, Settings
 from eval.trials import (
+    FIRST_TOKENS,
     Batch,
     Trial,
     best_by_decoder,
     choose,
     cost_curve,
-    fitting,
-    replace_tokens,
+    decoded_by,
     rotated,
     shrink,
     trials_of,
@@ -95,7 +95,7 @@ def tune(
     prompts_used = min(len(batches), sum(count for count, *_ in ROUNDS))
     print(f"tuning: {len(trials)} settings on {prompts_used} validation prompts or batches, about {budget:.0f} s")
     run = _runner(target, drafter, decode, base)
-    trials = fitting(trials, run, batches[0])
+    trials = decoded_by(trials, run, batches[0], FIRST_TOKENS, book=False)
     finalists = race(trials, batches, run, lambda: (time.perf_counter() - start) / max(budget, 1e-9))
     best = choose(finalists)
     tuned = {
@@ -138,9 +138,7 @@ def race(
         for done, batch in enumerate(batches[used : used + count]):
             if done >= least and spent() > (SCREENING if number == 0 else 1):
                 break
-            for trial in rotated(left, used):
-                short = replace_tokens(trial, tokens)
-                trial.add(run(short, *batch), short.settings.max_new_tokens)
+            left = decoded_by(rotated(left, used), run, batch, tokens)
             used += 1
             if number == 0:
                 bar = HOPELESS[min(done, 1)] * max(trial.speed for trial in left)
@@ -165,11 +163,9 @@ def measured_grid(
     base = warm_matrix(target, drafter, recipe, warm, decode)
     trials = trials_of(settings or candidates(recipe, target.device.type, drafter), base)
     run = _runner(target, drafter, decode, base)
-    trials = fitting(trials, run, batches[0])
+    trials = decoded_by(trials, run, batches[0], FIRST_TOKENS, book=False)
     for number, batch in enumerate(batches[:GRID_BATCHES]):
-        for trial in rotated(trials, number):
-            short = replace_tokens(trial, tokens)
-            trial.add(run(short, *batch), short.settings.max_new_tokens)
+        trials = decoded_by(rotated(trials, number), run, batch, tokens)
     return [trial.record() for trial in sorted(trials, key=lambda trial: -trial.speed)]
 
 

@@ -49,8 +49,13 @@ def read(folder: Path, recipe: Recipe, target: Target) -> Tuning | None:
         then, now = tuning["measured_on"], environment(target)
         same = ["device", "hardware", "dtype", "threads"]
         differs = [f"{key} {then[key]} (now {now[key]})" for key in same if then[key] != now[key]]
-        wanted = {"temperature": recipe.eval.temperature, "target": target.fingerprint, "asked": asked(recipe)}
+        wanted = {"temperature": recipe.eval.temperature, "target": target.fingerprint}
         differs += [f"{key} {tuning[key]} (now {value})" for key, value in wanted.items() if tuning[key] != value]
+        asked_then, asked_now = tuning["asked"], asked(recipe)
+        untuned = [name for name in asked_now.pop("decoders") if name not in ("ar", *asked_then["decoders"])]
+        differs += [f"no {' and no '.join(untuned)}"] if untuned else []
+        changed = [key for key, value in asked_now.items() if asked_then.get(key) != value]
+        differs += [f"eval.{key}={asked_then.get(key)} (now {asked_now[key]})" for key in changed]
         differs += ["other weights of the drafter"] * (tuning.get("drafter") != weights_hash(folder))
     except (KeyError, TypeError, AttributeError) as error:
         raise _foreign(path, error) from error

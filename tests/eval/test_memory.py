@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from eval import decode as decoding
-from eval import harness, tune
+from eval import harness, lossless, tune
 from eval.decode import Decoded
 from eval.memory import attempt, by_halving
+from eval.settings import Settings
 from models.target import Target
 from recipes.schema import UserError
 from tests.eval.fakes import FakeDecode, FakeTarget, fake_drafter, fake_prompts, fake_recipe
@@ -119,6 +120,52 @@ def test_tuning_leaves_out_what_does_not_fit(capsys: pytest.CaptureFixture[str])
     assert "out of memory: eagle, 4 nodes" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"out of memory at batch 4\. Try 2"):
         tune.tune(fake_recipe(batch_size=4), TARGET, DRAFTER, fake_prompts(20), decode=Cramped(room=60))
+
+
+def test_tuning_goes_on_where_memory_runs_out_later(capsys: pytest.CaptureFixture[str]) -> None:
+    """A longer prompt or answer than those of the first, short run may be too much."""
+
+    class Fills(FakeDecode):
+        def __call__(self, target: Any, drafter: Any, prompts: Any, settings: Settings, *a: Any, **k: Any) -> Decoded:
+            if settings.decoder == full and len(self.calls) > 100:
+                raise torch.OutOfMemoryError
+            return super().__call__(target, drafter, prompts, settings, *a, **k)
+
+    full, recipe = "eagle", fake_recipe(max_new_tokens=16)
+    tuned = tune.tune(recipe, TARGET, DRAFTER, fake_prompts(20), decode=Fills())
+    assert "out of memory: eagle" in capsys.readouterr().out and tuned["chosen"]["decoder"] != "eagle"
+    grid = tune.measured_grid(recipe, TARGET, DRAFTER, fake_prompts(20), decode=Fills())
+    assert {row["decoder"] for row in grid} == {"ar", "chain", "graft"}
+    full = "ar"
+    with pytest.raises(UserError, match="out of memory at batch 1"):
+        tune.tune(recipe, TARGET, DRAFTER, fake_prompts(20), decode=Fills())
+
+
+@pytest.mark.parametrize("full", ["time_generate", "compare_decoders", "compare_generate", "check_fp32"])
+def test_what_was_measured_outlives_a_check_that_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], full: str
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    fine = {"checked": 2, "identical": 2, "near_ties": 0, "diverged": [], "partings": []}
+    speed = {"prompts": 1, "ar_tokens_per_s": 2.0, "generate_tokens_per_s": 1.0}
+    both = {"decoders": {"ar": fine, "eagle": fine}, "generate": fine}
+    for name, found in (
+        ("time_generate", speed),
+        ("compare_decoders", both["decoders"]),
+        ("compare_generate", fine),
+        ("check_fp32", both),
+    ):
+        monkeypatch.setattr(lossless, name, fails if name == full else lambda *_, found=found: found)
+    half = cast(Target, FakeTarget(dtype=torch.bfloat16 if full == "check_fp32" else torch.float32))
+    recipe = fake_recipe(decoders=["ar", "eagle"], lossless=2)
+    tables = harness.evaluate(
+        recipe, half, DRAFTER, fake_prompts(3), tmp_path, decode=FakeDecode(), load_fp32=lambda: half
+    )
+    assert len(tables[0]["checks"]["no_room"]) == 1 and tables[1]["overall"]["tau"]
+    assert "out of memory: not checked" in capsys.readouterr().out
+    assert "**Not checked, out of memory**" in (tmp_path / "report.md").read_text()
 
 
 def test_engines_are_let_go_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,6 +226,11 @@ def test_tuned_settings_come_back_on_the_same_machine_only(tmp_path: Path, capsy
     calibrator.unlink()
     assert tunings.read(tmp_path, fake_recipe(temperature=1.0), TARGET) is None
     assert "temperature 0.0 (now 1.0)" in capsys.readouterr().out
+    one = replace(recipe, decoder="graft")
+    assert tunings.read(tmp_path, one, TARGET) == read, "whoever tuned them all tuned this one"
+    other = fake_recipe(max_new_tokens=16, decoders=["talon", "graft"], depth=3)
+    assert tunings.read(tmp_path, other, TARGET) is None
+    assert "measured with no talon, eval.depth=8 (now 3)\n" in capsys.readouterr().out
     (tmp_path / tunings.FILE).write_text('{"schema": 1, "batch_size": 1}')
     assert tunings.read(tmp_path, recipe, TARGET) is None
     tunings.check(tmp_path)
