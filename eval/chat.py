@@ -20,9 +20,10 @@ from data_prep.template import Message, prompt_ids
 from eval import tunings
 from eval.decode import Decoded, RowResult, decode_keeping
 from eval.drafters import Drafter, fitted
-from eval.matrix import SuccessorMatrix
+from eval.harness import check_matrix
+from eval.matrix_file import starting_matrix
 from eval.memory import SMALLER, attempt
-from eval.outcome import check_room, in_dtype, longest_prompt, new_matrix
+from eval.outcome import check_room, in_dtype, longest_prompt
 from eval.plan import at_batch, check_settings, describe, plan, refuse_unread, settings_of
 from eval.run import (
     as_served,
@@ -45,7 +46,8 @@ Show = Callable[[str, str], None]  # (a piece of text, who proposed it)
 
 
 class Chat:
-    """A conversation: what was said, and a successor matrix that it alone has taught."""
+    """A conversation: what was said, and a successor matrix that it alone has taught, on top of a file's where
+    `eval.matrix` names one."""
 
     def __init__(self, recipe: Recipe, target: Target, drafter: Drafter | None, settings: Settings) -> None:
         self.recipe, self.target, self.settings = recipe, target, settings
@@ -57,7 +59,9 @@ class Chat:
 
     def reset(self) -> None:
         self.messages: list[Message] = []
-        self._matrix: SuccessorMatrix | None = new_matrix(self.target) if self.settings.remembers else None
+        t, self._matrix = self.target, None
+        if self.settings.remembers:
+            self._matrix = starting_matrix(self.recipe.eval.matrix, t.vocab_size, t.device, t.fingerprint)
 
     def answer(self, question: str, show: Show) -> Decoded:
         """The target's answer, shown as it grows. Raises UserError for a question that it cannot take; what was said
@@ -111,8 +115,10 @@ def figures(decoded: Decoded) -> str:
     if not row.rounds:
         return f"{len(row.tokens)} token from prefill alone"
     shares = ", ".join(f"{ways[name]} {name}" for name in STYLES if ways[name])
-    speed = row.emitted / max(decoded.decode_seconds, 1e-9)
-    return f"{len(row.tokens)} tokens ({shares}), tau {row.emitted / row.rounds:.2f}, {speed:.1f} tokens/s"
+    speed = f"{row.emitted / max(decoded.decode_seconds, 1e-9):.1f} tokens/s"
+    if decoded.unready:
+        speed += ", steps recorded for the first time among them"
+    return f"{len(row.tokens)} tokens ({shares}), tau {row.emitted / row.rounds:.2f}, {speed}"
 
 
 def talk(chat: Chat, console: Console) -> None:
@@ -195,6 +201,7 @@ def main(recipe: Recipe) -> None:
     recipe = as_served(recipe)
     if recipe.decoder in DRAFTED and recipe.eval.tune is not False:
         tunings.check(drafter_folder(recipe))
+    check_matrix(recipe, source, [])
     if source is not None:
         check_room(source, recipe.eval)
     if recipe.dry_run:

@@ -44,6 +44,7 @@ class Outcome:
     offered: Counter[int] = field(default_factory=Counter)
     accepted_at: Counter[int] = field(default_factory=Counter)
     sources: Counter[str] = field(default_factory=Counter)
+    merged: int = 0  # retrieved nodes that the draft already had
     stops: Counter[str] = field(default_factory=Counter)
     context_rounds: Counter[int] = field(default_factory=Counter)  # by the bucket of the context that they began at
     context_accepted: Counter[int] = field(default_factory=Counter)
@@ -68,6 +69,7 @@ class Outcome:
         self.offered.update(dict(enumerate(row.positions_offered)))
         self.accepted_at.update(dict(enumerate(row.positions_accepted)))
         self.sources.update(row.sources)
+        self.merged += row.merged
         self.stops.update(row.stages)
         context = len(ids)
         for kept in row.accepted_per_round:

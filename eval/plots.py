@@ -17,6 +17,7 @@ COLOURS = {
     "lookup": "#9d755d",
     "suffix": "#d67195",
     "splice": "#7a3b69",
+    "flex": "#1f6f8b",
 }
 STAGE_COLOURS = dict(zip(STAGES, ("#4c78a8", "#f2b134", "#54a24b", "#b279a2", "#9d755d"), strict=True))
 
@@ -72,11 +73,10 @@ def positions(axes: Any, tables: list[dict[str, Any]]) -> None:
     for table in tables:
         shares = table["overall"]["acceptance_by_position"]
         if shares:
-            style = "--" if table["decoder"] not in COLOURS else "-"
             axes.plot(
                 range(1, len(shares) + 1),
                 shares,
-                style,
+                style(table["decoder"]),
                 marker="o",
                 color=colour(table["decoder"]),
                 label=table["decoder"],
@@ -144,7 +144,8 @@ def contexts(axes: Any, tables: list[dict[str, Any]]) -> None:
         bins = table["overall"]["acceptance_by_context"]
         if bins and table["decoder"] != "ar":
             starts, values = [b["from"] for b in bins], [b["accepted_per_round"] for b in bins]
-            axes.plot(starts, values, marker="o", color=colour(table["decoder"]), label=table["decoder"])
+            name = table["decoder"]
+            axes.plot(starts, values, style(name), marker="o", color=colour(name), label=name)
     if axes.lines:
         axes.legend(fontsize=8)
         axes.set_xscale("log", base=2)
@@ -160,12 +161,17 @@ def batches(axes: Any, sizes: Sequence[dict[str, Any]]) -> None:
         return
     for label in dict.fromkeys(label for size in sizes for label in size["decoders"]):
         points = [(s["fits"], s["decoders"][label]["speedup"]) for s in sizes if label in s["decoders"]]
-        axes.plot(*zip(*points, strict=True), marker="o", color=colour(label), label=label)
+        axes.plot(*zip(*points, strict=True), style(label), marker="o", color=colour(label), label=label)
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
     axes.set_xlabel("batch size")
     axes.set_title("speed-up over ar at each batch size", fontsize=10)
+
+
+def style(decoder: str) -> str:
+    """Dashes for a second row of one decoder, such as graft's from a cold matrix."""
+    return "-" if decoder in COLOURS else "--"
 
 
 def colour(decoder: str) -> str:

@@ -191,7 +191,13 @@ def retrieval(tables: list[Table]) -> list[str]:
     if graft is None:
         return []
     f = judged(graft)
-    lines = [f"Graft's accepted drafts: {shares(f['accepted_by_source'], 'from')}."]
+    already = f"retrieved nodes that the draft already had: {f['merged'] / max(1, f['rounds']):.2f} a round"
+    lines = [f"Graft's accepted drafts: {shares(f['accepted_by_source'], 'from')}; {already}."]
+    if graft["settings"]["graft_fill"] == "auto":
+        lines.append(
+            "Places that a gate frees stay empty while retrieval does not pay: ours; the published method is "
+            "eval.graft_fill=always."
+        )
     shape = ("depth", "branch", "nodes") if flex is None else ("depth",)
     if alone is not None and all(alone["settings"][k] == graft["settings"][k] for k in shape):
         taus = f"tau {f['tau']:.2f} against {judged(alone)['tau']:.2f}"

@@ -106,6 +106,7 @@ def figures(pairs: Pairs, timed: bool = True, seed: int = 0) -> dict[str, Any]:
         "acceptance_by_context": by_context(rows),
         "repetition_rate": repetition_rate(rows),
         "accepted_by_source": _total(o.sources for o in rows),
+        "merged": sum(o.merged for o in rows),
         "stopped_by_gate": stops,
         **_speeds(rows, base, timed, seed),
         "lossless": {

@@ -90,10 +90,12 @@ def worth(papers: dict[str, Any]) -> str:
         f"{s['max_new_tokens']}; {e['hardware']} ({e['device']}), {e['dtype']}, {e['threads']} threads, torch "
         f"{e['torch']}, {e['date'][:10]}; Espalier's own decoders, so a serving engine's speed will differ."
     )
+    serves_chains = any(row["settings"]["decoder"] == "chain" for row in rows)
     meaning = (
         "tau = tokens a round of verification emits, the target's own included. Loops are outputs that repeat "
-        f"themselves ({rows[0]['loops']} of these prompts). `ar` is plain decoding. `chain` is what the commands below "
-        "make an engine do; other decoders are Espalier's."
+        f"themselves ({rows[0]['loops']} of these prompts). `ar` is plain decoding. "
+        + ("`chain` is what the commands below make an engine do; other" if serves_chains else "The other")
+        + " decoders are Espalier's."
     )
     return "\n\n".join(part for part in ["\n".join(table), verdict(rows), conditions, meaning, chosen] if part)
 

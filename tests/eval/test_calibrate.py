@@ -186,6 +186,21 @@ def test_its_matrix_is_where_a_run_may_start(world: World) -> None:
         assert table["settings"]["matrix"] == state
 
 
+def test_want_of_memory_is_told_and_writes_nothing(
+    world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError
+
+    path = world.folder / "drafter" / "calibrated.json"
+    before = path.read_bytes()
+    monkeypatch.setattr(calibrate, "measured_costs", fails)
+    with pytest.raises(SystemExit) as stop:
+        entry(calibrate.main, world.beside("eval.batch_size=6"))
+    assert stop.value.code == 2 and "out of memory at batch 6. Try 3" in capsys.readouterr().err
+    assert path.read_bytes() == before
+
+
 def test_a_dry_run_loads_and_writes_nothing(
     world: World, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -4,15 +4,19 @@ import io
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from data_prep.template import prompt_ids
 from eval import chat, tunings
 from eval.chat import Chat
 from eval.decode import Decoded, RowResult, decode
+from eval.matrix import SuccessorMatrix
+from eval.matrix_file import save_matrix
 from eval.plan import asked
 from eval.results import environment
 from eval.settings import Settings
@@ -63,6 +67,16 @@ def test_the_conversation_is_kept_and_forgotten(talker: Chat, target: Target) ->
     talker.reset()
     assert talker.messages == []
     assert said(talker, "a b c")[1] == first  # the matrix is forgotten as well, so even the origins come back
+
+
+def test_it_starts_from_a_matrix_on_disk(talker: Chat, target: Target, tmp_path: Path) -> None:
+    known = SuccessorMatrix(target.vocab_size)
+    known.update(torch.tensor([5, 9]), torch.arange(16).view(2, 8))
+    save_matrix(known, tmp_path / "m.safetensors", target.fingerprint)
+    e = replace(talker.recipe.eval, matrix=str(tmp_path / "m.safetensors"))
+    begun = Chat(replace(talker.recipe, eval=e), target, talker.drafter, GRAFT)
+    assert begun._matrix is not None and torch.equal(begun._matrix.rows, known.rows)
+    assert talker._matrix is not None and talker._matrix.filled == 0
 
 
 def test_a_question_too_long_is_refused_and_the_conversation_stays(talker: Chat) -> None:
@@ -160,6 +174,7 @@ def test_mistakes_are_one_screen_before_weights_load(
         ("eval.temperature=-1", "must be 0 or more"),
         ("eval.max_new_tokens=0", "eval.max_new_tokens=0"),
         ("drafter=nowhere", "no such folder"),
+        ("eval.matrix=nowhere.safetensors", "no such file"),
         ("decoder=eagel", "decoder='eagel'"),
     ):
         with pytest.raises(SystemExit):
