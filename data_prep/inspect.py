@@ -6,7 +6,6 @@
 import io
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from data_prep.template import SENTINEL, Message, render, special_texts
 from models.source import load_tokenizer
 from models.target import Target
 from recipes.cli import entry
-from recipes.files import check_writable, make_folder, write_text
+from recipes.files import check_writable, make_folder, user_path, write_text
 from recipes.schema import Recipe, UserError
 
 STYLES = {0: "dim", 1: "yellow", 2: "bold green"}
@@ -151,7 +150,7 @@ def main(recipe: Recipe) -> None:
     if recipe.out and not recipe.out.endswith(".html"):
         raise UserError(f"out={recipe.out}: the inspector writes one HTML file. Name it so, e.g. out=rows.html")
     if recipe.out:
-        check_writable(Path(recipe.out).expanduser().parent)
+        check_writable(user_path(recipe.out).parent)
     _, source = check(recipe)
     if source is None or recipe.dry_run:  # None in a dry run alone
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
@@ -163,7 +162,7 @@ def main(recipe: Recipe) -> None:
         return
     page = Console(record=True, file=io.StringIO(), width=160)
     show(prepared, tokenizer, recipe, page)
-    path = Path(recipe.out).expanduser()
+    path = user_path(recipe.out)
     make_folder(path.parent)
     write_text(path, page.export_html())
     print(f"{path}: {min(recipe.rows, len(prepared.train))} rows")

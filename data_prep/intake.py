@@ -12,7 +12,7 @@ from typing import Any
 
 from data_prep.schemas import Record, read_row
 from data_prep.tally import Refused, Tally
-from recipes.files import near_names
+from recipes.files import near_names, user_path
 from recipes.schema import SourceConfig, UserError
 
 SUFFIXES = (".jsonl", ".json", ".zst", ".gz", ".parquet")
@@ -26,7 +26,7 @@ def read_source(source: SourceConfig) -> tuple[list[Record], Tally]:
     if source.kind == "hub":
         rows, name = hub_rows(source.path, source.split), source.path.rstrip("/").rsplit("/", 1)[-1]
         return collect(rows, f"hub dataset {source.path!r}", name, source.column, source.rows)
-    return read_path(Path(source.path).expanduser(), source.column, source.rows)
+    return read_path(user_path(source.path), source.column, source.rows)
 
 
 def read_path(path: Path, column: str = "", limit: int = 0) -> tuple[list[Record], Tally]:

@@ -21,7 +21,7 @@ from models.device import choose_device
 from models.sampling import draw, law, uniforms
 from models.source import Source
 from models.target import Target
-from recipes.files import cache_dir
+from recipes.files import cache_dir, user_path
 from recipes.schema import Recipe, TargetConfig
 
 SECONDS = 10.0  # of all timings together
@@ -69,7 +69,7 @@ def target_config(target: TargetConfig) -> Any:
         if spec is None or not spec.submodule_search_locations:
             return None
         path = str(Path(spec.submodule_search_locations[0]) / file)
-    gguf = folder or Path(path).expanduser()
+    gguf = folder or user_path(path)
     options = {"gguf_file": gguf.name} if gguf.suffix == ".gguf" else {}
     try:
         return AutoConfig.from_pretrained(gguf.parent if options else folder or path, **options).get_text_config()
@@ -79,7 +79,7 @@ def target_config(target: TargetConfig) -> Any:
 
 def folder_at_hand(target: TargetConfig) -> Path | None:
     """Where the target's config and tokenizer lie ready: its own folder, or what its GGUF file was converted to."""
-    for folder in (Path(target.path).expanduser(), cache_dir("targets", target.sha256[:16] or "none")):
+    for folder in (user_path(target.path), cache_dir("targets", target.sha256[:16] or "none")):
         if (folder / "config.json").is_file():
             return folder
     return None

@@ -14,7 +14,7 @@ from data_prep.intake import SUFFIXES, check_file, read_path, read_source
 from data_prep.schemas import Conversation, Record
 from data_prep.tally import Refused, Tally
 from data_prep.template import Message
-from recipes.files import near_names
+from recipes.files import near_names, user_path
 from recipes.schema import SourceConfig, UserError, did_you_mean
 
 SHIPPED = Path(__file__).parent / "prompts"
@@ -84,7 +84,7 @@ def load_prompts(name_or_path: str, limit: int = 0) -> list[Prompt]:
             raise UserError("\n  ".join([f"hub dataset {name_or_path!r} holds no question:", *tally.lines()]))
         print(f"prompts: {name_or_path}: " + "\n  ".join(tally.lines()), flush=True)
     else:
-        prompts = read_file(Path(name_or_path).expanduser())
+        prompts = read_file(user_path(name_or_path))
     return prompts[:limit] if limit else prompts
 
 
@@ -93,7 +93,7 @@ def is_hub_id(name: str) -> bool:
     the built-in ones, is a UserError."""
     if not name:
         raise UserError(f"eval.prompts is empty: give a file, {', '.join(BUILT_IN)}, or a hub dataset id (OWNER/NAME)")
-    path = Path(name).expanduser()
+    path = user_path(name)
     if name in BUILT_IN or path.is_file():
         return False
     if path.is_dir():

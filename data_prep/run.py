@@ -35,7 +35,16 @@ from models.source import Source, load_tokenizer, look_up, resolve
 from models.target import check_taps, load_target
 from models.vocab import VocabMap, read_vocab, write_vocab
 from recipes.cli import entry
-from recipes.files import cache_dir, check_writable, output_folder, read_json, sha256_json, whole_folder, write_json
+from recipes.files import (
+    cache_dir,
+    check_writable,
+    output_folder,
+    read_json,
+    sha256_json,
+    user_path,
+    whole_folder,
+    write_json,
+)
 from recipes.schema import DataConfig, Recipe, SourceConfig, UserError
 
 FORMAT = 3  # of the folders; raise it when their content changes for the same recipe
@@ -108,7 +117,7 @@ def prepare(recipe: Recipe, target_loader: Loader, source: Source | None = None,
 
 
 def data_root(recipe: Recipe) -> Path:
-    return Path(recipe.data.cache).expanduser() if recipe.data.cache else cache_dir("data")
+    return user_path(recipe.data.cache) if recipe.data.cache else cache_dir("data")
 
 
 def load_prepared(folder: Path) -> Prepared:

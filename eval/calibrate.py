@@ -27,7 +27,7 @@ from eval.engine import Engines
 from eval.matrix import MAX_DEPTH, SuccessorMatrix
 from eval.matrix_file import save_matrix
 from eval.memory import attempt, too_many
-from eval.outcome import encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
+from eval.outcome import check_prompts, encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
 from eval.plan import check_settings, refuse_unread, settings_of
 from eval.proposing import Grafted, Laps, Proposal, Proposer
 from eval.results import environment
@@ -36,6 +36,7 @@ from eval.tree import FIELDS, DraftTree
 from eval.verify import walk
 from models.capture import Steps
 from models.flex_layout import is_flexdraft
+from models.source import load_tokenizer
 from models.target import Target, padded
 from models.weights import weights_hash
 from recipes.cli import entry
@@ -230,10 +231,14 @@ def main(recipe: Recipe) -> None:
 
     refuse_unread(recipe, "eval.calibrate", "prompts", "decoder", "out")
     check_settings(recipe)
-    check_models(recipe)
-    folder, prompts = check_writable(drafter_folder(recipe)), warmup_prompts()
+    source, prompts = check_models(recipe), warmup_prompts()
+    folder = check_writable(drafter_folder(recipe))
+    check_writable((folder / MATRIX_FILE).parent)
     if is_flexdraft(folder):
         raise UserError("eval.calibrate is for EAGLE-3 drafters: a FlexDraft drafter has nothing for it to choose yet")
+    if source is not None:
+        longer = replace(recipe, eval=replace(recipe.eval, max_new_tokens=TOKENS))
+        check_prompts(source, load_tokenizer(source, recipe.target.trust_remote_code), longer, prompts)
     if recipe.dry_run:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
         print(f"{len(prompts)} validation prompts, {TOKENS} tokens each; {FILE} and {MATRIX_FILE} go to {folder}")

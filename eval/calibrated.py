@@ -21,12 +21,12 @@ def read(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        gates = {name: tuple(float(gate) for gate in found["gates"][name]) for name in CALIBRATED}
-        if not all(len(g) == 3 and all(0 <= x <= 1 for x in g) for g in gates.values()):
+        gates = {name: tuple(found["gates"][name]) for name in CALIBRATED}
+        if not all(len(g) == 3 and all(type(x) in (int, float) and 0 <= x <= 1 for x in g) for g in gates.values()):
             raise ValueError("gates must be three numbers from 0 to 1")
         of_drafter, of_target = found["drafter"], found["target"]
         found |= {"gates": gates, "words": words(found)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise UserError(
             f"{path} is not a calibrated.json of ours ({error!r}). Delete it, or write it again with eval.calibrate"
         ) from error

@@ -199,6 +199,7 @@ def main(recipe: Recipe) -> None:
     recipe = choose(recipe)
     source = check_models(recipe, recipe.decoder in DRAFTED)
     recipe = as_served(recipe)
+    gates = calibrated_gates(recipe)
     if recipe.decoder in DRAFTED and recipe.eval.tune is not False:
         tunings.check(drafter_folder(recipe))
     check_matrix(recipe, source, [])
@@ -206,7 +207,8 @@ def main(recipe: Recipe) -> None:
         check_room(source, recipe.eval)
     if recipe.dry_run:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
-        print(f"a conversation through {recipe.decoder}: {describe(settings_of(recipe.decoder, recipe.eval))}")
+        (settings,) = (e.settings for e in plan(recipe, calibrated=gates) if e.label == recipe.decoder)
+        print(f"a conversation through {recipe.decoder}: {describe(settings)}")
         return
     if recipe.decoder in DRAFTED:
         target, drafter, folder = load(recipe)

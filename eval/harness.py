@@ -36,6 +36,7 @@ from eval.plan import Entry, check_settings, describe, plan, settings_of, warm_p
 from eval.settings import Settings
 from models.source import Source
 from models.target import Target
+from recipes.files import user_path
 from recipes.schema import Recipe, UserError
 
 Decode = Callable[..., Decoded]
@@ -158,7 +159,8 @@ def check_matrix(recipe: Recipe, source: Source | None, prompts: Sequence[Prompt
         words = f"only {len(spare)} warm-up prompts are at hand. Use warm-{len(spare)} or carried"
         raise UserError(f"eval.matrix=warm-{wanted}: {words}")
     if is_file(recipe.eval.matrix):
-        read_matrix(Path(recipe.eval.matrix).expanduser(), "" if source is None else source.fingerprint)
+        about = ("", 0) if source is None else (source.fingerprint, source.vocab_size)
+        read_matrix(user_path(recipe.eval.matrix), *about)
 
 
 def longest_conversation(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> int:

@@ -333,7 +333,7 @@ def method(tables: list[Table], tuned: dict[str, Any] | None) -> list[str]:
         LOOP,
     ]
     if tuned:
-        lines += tuning_lines(tuned)
+        lines += tunings.lines(tuned)
     return lines + left_out(t)
 
 
@@ -349,26 +349,6 @@ def left_out(t: Table) -> list[str]:
     if len(long) < len(t["skipped"]):
         names = ", ".join(row["id"] for row in t["skipped"] if row not in long)
         lines.append(f"Out of memory even alone, left out: {names}.")
-    return lines
-
-
-def tuning_lines(tuned: dict[str, Any]) -> list[str]:
-    """The cost curve and the tuner's choice."""
-    curve = tuned["cost_curve"]
-    verify = ", ".join(f"{rows} rows {ms:.1f}" for rows, ms in curve["verify_ms_by_rows"].items())
-    draft = ", ".join(f"depth {depth} {ms:.1f}" for depth, ms in curve["draft_ms_by_depth"].items())
-    chosen = tuned["chosen"]
-    plain = next((row for row in tuned["table"] if row["decoder"] == "ar"), None)
-    against = f" where ar makes {plain['tokens_per_s']:.1f}" if plain else ""
-    choice = f"{chosen['decoder']}, {chosen['shape']} (predicted {chosen['tokens_per_s']:.1f} tokens/s{against})"
-    lines = [
-        f"Settings were chosen in {tuned['seconds']:.0f} s by the measured cost curve, on validation prompts that no "
-        f"figure here uses. Verification, ms: {verify}. Drafting, ms: {draft}.",
-        f"The tuner's own choice: {choice}.",
-    ]
-    if "shortfall" in tuned:
-        below = f"{100 * tuned['shortfall']:.1f} % below the best"
-        lines.append(f"On the measured grid of {len(tuned['grid'])} settings that choice is {below}.")
     return lines
 
 

@@ -23,7 +23,7 @@ from models.layouts import check_drafter, find_drafter, load_drafter
 from models.source import Source, load_tokenizer, look_up, on_the_hub, resolve
 from models.target import Target, check_taps, load_target
 from recipes.cli import entry
-from recipes.files import check_writable, output_folder, run_folder
+from recipes.files import check_writable, output_folder, run_folder, user_path
 from recipes.schema import DRAFTED, Recipe, TargetConfig, UserError
 
 # what generation configs may ask for and a tree of drafts cannot honour losslessly without knowing the path's history
@@ -169,7 +169,7 @@ def drafter_folder(recipe: Recipe) -> Path:
     """Where the drafter is or will be; fetched if `drafter` is a hub id, but in a dry run."""
     if on_the_hub(recipe.drafter) and not recipe.dry_run:
         return find_drafter(recipe.drafter)
-    return Path(recipe.drafter).expanduser() if recipe.drafter else run_folder(recipe) / "drafter"
+    return user_path(recipe.drafter) if recipe.drafter else run_folder(recipe) / "drafter"
 
 
 def existing_drafter(recipe: Recipe) -> Path:
@@ -180,7 +180,7 @@ def existing_drafter(recipe: Recipe) -> Path:
 
 
 def out_folder(recipe: Recipe) -> Path:
-    return Path(recipe.out).expanduser() if recipe.out else run_folder(recipe) / "eval" / "run"
+    return user_path(recipe.out) if recipe.out else run_folder(recipe) / "eval" / "run"
 
 
 def warn_not_applied(folder: Path) -> None:

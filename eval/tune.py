@@ -298,8 +298,9 @@ def main(recipe: Recipe) -> None:
     from eval.run import check_models, drafter_folder, load, with_calibrated_gates
 
     refuse_unread(recipe, "eval.tune", "prompts", "out")
-    if recipe.decoder == "ar":
-        raise UserError("decoder=ar: plain decoding has nothing to tune. Name another, or leave decoder out")
+    if recipe.decoder == "ar" or (not recipe.decoder and set(recipe.eval.decoders) <= {"ar"}):
+        which = "decoder=ar" if recipe.decoder else f"eval.decoders=[{','.join(recipe.eval.decoders)}]"
+        raise UserError(f"{which}: plain decoding has nothing to tune. Name another, or leave it out")
     check_settings(recipe)
     source, prompts = check_models(recipe), warmup_prompts()
     folder = check_writable(drafter_folder(recipe))  # tuned.json belongs beside the drafter
@@ -310,9 +311,9 @@ def main(recipe: Recipe) -> None:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
     sizes = ", ".join(map(str, batch_sizes(recipe.eval)))
     print(f"tuning takes about {BUDGET_SECONDS:.0f} s and the grid several times that, at each batch size: {sizes}")
+    recipe = with_calibrated_gates(recipe)
     if recipe.dry_run:
         return
-    recipe = with_calibrated_gates(recipe)
     target, drafter, _ = load(recipe)
     recipe, found = fitted(recipe, drafter), []
     for size in batch_sizes(recipe.eval):

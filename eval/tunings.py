@@ -10,6 +10,7 @@ from eval.settings import Settings
 from models.target import Target
 from models.weights import weights_hash
 from recipes.files import write_json
+from recipes.rules import AT_MOST
 from recipes.schema import DECODERS, Recipe, UserError
 
 FILE = "tuned.json"
@@ -83,6 +84,26 @@ def choice(tuning: Tuning) -> str:
     return f"{chosen['decoder']}, {chosen['shape']}" if chosen["decoder"] != "ar" else "off (nothing surely beats ar)"
 
 
+def lines(tuned: Tuning) -> list[str]:
+    """Of the report: the cost curve and the tuner's choice."""
+    curve = tuned["cost_curve"]
+    verify = ", ".join(f"{rows} rows {ms:.1f}" for rows, ms in curve["verify_ms_by_rows"].items())
+    draft = ", ".join(f"depth {depth} {ms:.1f}" for depth, ms in curve["draft_ms_by_depth"].items())
+    chosen = tuned["chosen"]
+    plain = next((row for row in tuned["table"] if row["decoder"] == "ar"), None)
+    against = f" where ar makes {plain['tokens_per_s']:.1f}" if plain else ""
+    choice = f"{chosen['decoder']}, {chosen['shape']} (predicted {chosen['tokens_per_s']:.1f} tokens/s{against})"
+    told = [
+        f"Settings were chosen in {tuned['seconds']:.0f} s by the measured cost curve, on validation prompts that no "
+        f"figure here uses. Verification, ms: {verify}. Drafting, ms: {draft}.",
+        f"The tuner's own choice: {choice}.",
+    ]
+    if "shortfall" in tuned:
+        below = f"{100 * tuned['shortfall']:.1f} % below the best"
+        told.append(f"On the measured grid of {len(tuned['grid'])} settings that choice is {below}.")
+    return told
+
+
 def of_grid(grid: list[dict[str, Any]], chosen: dict[str, Any]) -> dict[str, Any]:
     """The row of a measured grid that has the chosen setting."""
     keys = ("decoder", "depth", "branch", "nodes", "gates", "parallel", *POLICY)
@@ -141,11 +162,14 @@ def _check_entry(size: int, tuning: Tuning) -> None:
     missing = [key for key in KEYS if key not in tuning]
     if missing or tuning["batch_size"] != size:
         raise ValueError(f"batch {size}: {', '.join(missing) or 'batch_size'} is missing or wrong")
+    lines(tuning)  # raises where the report would, hours later
     choice(tuning)
+    if not all(key in tuning["measured_on"] for key in ("device", "hardware", "dtype", "threads")):
+        raise ValueError(f"batch {size}: measured_on is not whole")
     for name, changes in tuned_shapes(tuning).items():
         settings = Settings(name, **changes)
         whole = (settings.depth, settings.branch, settings.nodes, settings.paths)
-        if name not in DECODERS or not all(isinstance(n, int) and n > 0 for n in whole):
+        if name not in DECODERS or not all(isinstance(n, int) and 0 < n <= AT_MOST["nodes"] for n in whole):
             raise ValueError(f"batch {size}: {name} has no such settings")
 
 

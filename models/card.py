@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from models.serving import DRAFTS, sglang_command, vllm_command
 from models.source import on_the_hub
-from recipes.files import read_json, write_json, write_text
+from recipes.files import read_json, user_path, write_json, write_text
 from recipes.schema import Recipe, TargetConfig, UserError
 
 FOLDER = "path/to/this/folder"
@@ -310,11 +310,11 @@ def target_licence(cfg: TargetConfig, folder: Path) -> str:
         names = importlib.metadata.packages_distributions().get(module, [])
         return str(importlib.metadata.metadata(names[0]).json.get("license", "")) if names else ""
     if cfg.path.endswith(".gguf"):
-        if not Path(cfg.path).expanduser().is_file():
+        if not user_path(cfg.path).is_file():
             return ""
         from gguf import GGUFReader
 
-        field = GGUFReader(Path(cfg.path).expanduser()).get_field("general.license")
+        field = GGUFReader(user_path(cfg.path)).get_field("general.license")
         return str(field.contents()) if field is not None else ""
     if on_the_hub(cfg.path):
         return f"see https://huggingface.co/{cfg.path}"

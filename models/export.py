@@ -132,7 +132,7 @@ def about_target(source: Source | None, papers: dict[str, Any]) -> dict[str, str
     path = source.name if source else str(papers.get("target", {}).get("path") or "")
     if not path:
         return {}
-    folder = source.folder if source else Path(path).expanduser()
+    folder = source.folder if source else user_path(path)
     said = {"path": path, "licence": target_licence(TargetConfig(path=path), folder)}
     if source:
         said["template"] = source.template_hash

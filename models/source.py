@@ -12,7 +12,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from recipes.files import cache_dir, locked, near_names, read_json, sha256_file, sha256_json, whole_folder, write_json
+from recipes.files import (
+    cache_dir,
+    locked,
+    near_names,
+    read_json,
+    sha256_file,
+    sha256_json,
+    user_path,
+    whole_folder,
+    write_json,
+)
 from recipes.schema import TargetConfig, UserError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gemma3")
@@ -107,7 +117,7 @@ def _identity(config: dict[str, Any]) -> dict[str, Any]:
 
 def _locate(cfg: TargetConfig, dry_run: bool) -> tuple[Path, str] | None:
     """(folder in transformers' layout, hash of the GGUF file it came from or ''); None: not at hand in a dry run."""
-    path = Path(cfg.path).expanduser()
+    path = user_path(cfg.path)
     if cfg.path.startswith("package:"):
         path = _package_file(cfg.path.removeprefix("package:"))
     if path.suffix == ".gguf":

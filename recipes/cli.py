@@ -41,7 +41,7 @@ def told(run: Callable[[], object]) -> None:
             raise
         name = getattr(error, "filename", None)
         where = f", writing {name}" if name else ""
-        _stop(f"the disk is full{where}. Nothing half-written was left: make room, and the same command goes on.")
+        _stop(f"the disk is full{where}. No file was left half-written: make room, and the same command goes on.")
     except KeyboardInterrupt:
         sys.stdout.flush()
         print("interrupted: what is whole was kept, and the same command again goes on from there", file=sys.stderr)

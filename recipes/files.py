@@ -17,7 +17,8 @@ from recipes.schema import Recipe, UserError, did_you_mean
 
 def cache_dir(*parts: str) -> Path:
     """A folder under the user's cache (`$ESPALIER_CACHE`, else ~/.cache/espalier)."""
-    root = Path(os.environ.get("ESPALIER_CACHE", Path.home() / ".cache" / "espalier"))
+    named = os.environ.get("ESPALIER_CACHE")
+    root = user_path(named) if named else Path.home() / ".cache" / "espalier"
     return root.joinpath(*parts)
 
 
@@ -33,7 +34,7 @@ def user_path(name: str) -> Path:
 
 
 def run_folder(recipe: Recipe) -> Path:
-    return Path(recipe.run_dir).expanduser() if recipe.run_dir else Path("runs") / Path(recipe.recipe).stem
+    return user_path(recipe.run_dir) if recipe.run_dir else Path("runs") / Path(recipe.recipe).stem
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipes.files import write_text
+from recipes.files import user_path, write_text
 from recipes.rules import validate
 from recipes.schema import DataConfig, Recipe, SourceConfig, UserError, did_you_mean
 
@@ -69,7 +69,8 @@ def load(argv: list[str]) -> Recipe:
         merged = OmegaConf.merge(base, layers)
     except OmegaConfBaseException as error:
         key = str(error.full_key or "").replace("[", ".").replace("]", "")
-        raise UserError(_explain(_origin(key, argv, path), key, error)) from error
+        where = _origin(key, argv, path) if key else f"the command line or {path}"
+        raise UserError(_explain(where, key, error)) from error
     try:
         recipe = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:  # an interpolation that leads nowhere, for one
@@ -91,7 +92,7 @@ def recipe_names() -> list[str]:
 
 
 def recipe_path(name: str) -> Path:
-    for candidate in (HERE / f"{name}.yaml", Path(name)):
+    for candidate in (user_path(str(HERE / f"{name}.yaml")), user_path(name)):
         if candidate.is_file() and candidate.suffix == ".yaml":
             return candidate
     hint = did_you_mean(name, recipe_names(), 0.4)
@@ -137,6 +138,10 @@ def _first_line(error: Exception) -> str:
 
 def _explain(where: str, key: str, error: OmegaConfBaseException) -> str:
     reason = _first_line(error)
+    if "DictConfig" in reason:
+        return f"{where}: {repr(key) if key else 'a key'} takes one value or a list, no {{...}}"
+    if "of type 'ListConfig'" in reason:
+        return f"{where}: key {key!r} takes one value, no list"
     if "ListConfig" in reason:
         return f"{where}: key {key!r} is a list: write it as {key}=[a,b]"
     if "not in" not in reason:

@@ -19,7 +19,7 @@ from models.flexdraft import Calibrator, FlexDraft
 from models.source import Source
 from models.target import Target
 from recipes.cli import entry
-from recipes.files import run_folder
+from recipes.files import run_folder, user_path
 from recipes.schema import Recipe, UserError
 from train import run
 from train.cost import calibrator_cost, kept_features
@@ -34,7 +34,7 @@ class CalibratorFamily(FlexFamily):
 
     def check(self, recipe: Recipe, source: Source | None) -> None:
         super().check(recipe, source)
-        if recipe.dry_run and recipe.flexdraft and not Path(recipe.flexdraft).expanduser().is_dir():
+        if recipe.dry_run and recipe.flexdraft and not user_path(recipe.flexdraft).is_dir():
             print(f"no FlexDraft drafter in {recipe.flexdraft} yet")
             return
         folder = start_of(recipe)
@@ -54,7 +54,7 @@ class CalibratorFamily(FlexFamily):
             )
 
     def hashes(self, recipe: Recipe) -> dict[str, str]:
-        there = Path(recipe.flexdraft).expanduser().is_dir()  # or a dry run
+        there = user_path(recipe.flexdraft).is_dir()  # or a dry run
         return {"flexdraft.weights": masks_hash(start_of(recipe))} if there else {}
 
     def cost(self, recipe: Recipe, prompts: int) -> str:
@@ -80,7 +80,7 @@ def start_of(recipe: Recipe) -> Path:
     """The drafter's folder that `flexdraft` names, by itself or by its run's."""
     if not recipe.flexdraft:
         raise UserError("flexdraft=RUN_DIR is missing: the run of train/flexdraft.py whose masks are to be calibrated")
-    folder = Path(recipe.flexdraft).expanduser()
+    folder = user_path(recipe.flexdraft)
     for found in (folder, folder / "drafter"):
         if is_flexdraft(found):
             return found

@@ -166,7 +166,18 @@ def test_gates_of_another_drafter_or_target_are_set_aside(
     assert used["graft"][0] == [0.15, 0.14, 0.5] and used["graft"][1].startswith("published for another target")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"gates": {"graft": [0.1, 0.2, 2], "prune": [0, 0, 0]}}', "{}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        "[" * 100_000,
+        '{"gates": {"graft": [0.1, 0.2, 2], "prune": [0, 0, 0]}}',
+        '{"gates": {"graft": [0.1, 0.2, true], "prune": [0, 0, 0]}}',
+        '{"gates": {"graft": [0.1, 0.2, 1' + "0" * 400 + '], "prune": [0, 0, 0]}}',
+    ],
+)
 def test_a_damaged_file_is_refused(world: World, capsys: pytest.CaptureFixture[str], text: str) -> None:
     path = world.folder / "drafter" / "calibrated.json"
     kept = path.read_text()

@@ -186,7 +186,7 @@ def test_the_tuners_shape_is_used(world: World, target: Target, capsys: pytest.C
     recipe = Recipe(recipe="tiny", decoder="graft")
     folder = world.folder / "drafter"
     shape = {"depth": 2, "branch": 3, "nodes": 5, "gates": [0.5, 0.5, 0.5], "parallel": False}
-    row = shape | {"tokens_per_s": 1.0, "decoder": "graft"}
+    row = shape | {"tokens_per_s": 1.0, "decoder": "graft", "shape": "a tree"}
     about = {
         "measured_on": environment(target),
         "target": target.fingerprint,
@@ -198,7 +198,7 @@ def test_the_tuners_shape_is_used(world: World, target: Target, capsys: pytest.C
         "speculate": False,
         "seconds": 1.0,
         "table": [],
-        "cost_curve": {},
+        "cost_curve": {"verify_ms_by_rows": {}, "draft_ms_by_depth": {}},
     }
     tunings.write(folder, about)
     try:

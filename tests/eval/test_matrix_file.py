@@ -46,7 +46,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(UserError, match="is damaged"):
         read_matrix(path, "f00d")
-    tokens, successors = torch.tensor([3]), torch.zeros(1, WIDTH)
+    tokens, successors = torch.tensor([3]), torch.zeros(1, WIDTH, dtype=torch.int32)
     about = {"format": FORMAT, "target": "f00d", "vocab_size": "50"}
     save_file({"tokens": tokens}, path)
     with pytest.raises(UserError, match="holds no successor matrix"):
@@ -56,7 +56,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
         {"tokens": tokens, "successors": successors[:, :3].clone()},
         {"tokens": tokens + 47, "successors": successors},
         {"tokens": tokens, "successors": successors - 1},
+        {"tokens": tokens, "successors": successors.bool()},
+        {"tokens": tokens.view(1, 1), "successors": successors},
     ):
         save_file(damaged, path, about)
         with pytest.raises(UserError, match="is damaged"):
             read_matrix(path, "f00d")
+    save_file({"tokens": tokens, "successors": successors}, path, about)
+    assert read_matrix(path, "f00d", 50).filled == 1
+    with pytest.raises(UserError, match="of a vocabulary of 50 tokens, the target's has 60"):
+        read_matrix(path, "f00d", 60)
+    save_file({"tokens": tokens, "successors": successors}, path, about | {"vocab_size": "9" * 15})
+    with pytest.raises(UserError, match="is damaged"):
+        read_matrix(path, "f00d")

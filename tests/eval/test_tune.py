@@ -250,6 +250,10 @@ def test_tuned_settings_come_back_on_the_same_machine_only(tmp_path: Path, capsy
         lambda text: text.replace('"depth": 1', '"depth": "1"'),
         lambda text: text.replace('"nodes": ', '"nodes": -'),
         lambda text: text.replace('"cost_curve"', '"curve"'),
+        lambda text: text.replace('"verify_ms_by_rows": {', '"verify_ms_by_rows": 3, "old": {'),
+        lambda text: text.replace('"seconds": ', '"seconds": "soon", "old": ', 1),
+        lambda text: text.replace('"hardware"', '"software"'),
+        lambda text: text.replace('"nodes": ', '"nodes": 1000000000'),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, damage: Callable[[str], str]) -> None:

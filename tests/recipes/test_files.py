@@ -7,8 +7,30 @@ from pathlib import Path
 
 import pytest
 
-from recipes.files import check_writable, locked, near_names, output_folder, whole_folder, write_text
+from recipes.files import (
+    cache_dir,
+    check_writable,
+    locked,
+    near_names,
+    output_folder,
+    user_path,
+    whole_folder,
+    write_text,
+)
 from recipes.schema import UserError
+
+
+@pytest.mark.parametrize("name", ["~nobody of that name/x", "x" * 300])
+def test_a_name_that_the_system_does_not_take_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="cannot be used"):
+        user_path(name)
+
+
+def test_an_empty_name_of_the_cache_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESPALIER_CACHE", "")
+    assert cache_dir() == Path.home() / ".cache" / "espalier"
+    monkeypatch.setenv("ESPALIER_CACHE", "~/elsewhere")
+    assert cache_dir("targets") == Path.home() / "elsewhere" / "targets"
 
 
 def test_a_folder_that_can_be_made_is_not_made(tmp_path: Path) -> None:

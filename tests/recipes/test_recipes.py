@@ -227,6 +227,18 @@ def test_the_command_line_is_blamed_for_what_was_typed_there() -> None:
     assert refusal("recipe=smollm2", "eval.gates=[1,").startswith("the command line")
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("eval.nodes=[1,2]", "'eval.nodes' takes one value, no list"),
+        ("eval.gates=3", "'eval.gates' is a list: write it as eval.gates=[a,b]"),
+        ("eval.gates={a: 1}", "takes one value or a list, no {...}"),
+    ],
+)
+def test_a_list_and_a_value_are_told_apart(given: str, words: str) -> None:
+    assert words in refusal("recipe=smollm2", given)
+
+
 def test_known_keys_are_the_leaves_and_groups_of_the_tree() -> None:
     keys = known_keys()
     assert {"target", "target.path", "eval.gates", "train.betas", "dry_run"} <= set(keys)
