@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.intake import SUFFIXES, check_file, read_path, read_source
-from data_prep.schemas import Conversation, Record
+from data_prep.schemas import EMPTY, Conversation, Record
 from data_prep.tally import Refused, Tally
 from data_prep.template import Message
 from recipes.files import near_names, user_path
@@ -109,10 +109,14 @@ def is_hub_id(name: str) -> bool:
 
 
 def read_file(path: Path) -> list[Prompt]:
-    """The questions of a file of any schema. Strict: rows that cannot be used are a UserError."""
+    """The questions of a file of any schema. Strict: rows that cannot be used are a UserError, but for those that ask
+    nothing, which keep no other from being asked: they are left out and told."""
     records, tally = read_path(path)
     prompts = to_prompts(records, tally)
-    if tally.refused:
+    if prompts and set(tally.refused) == {EMPTY}:
+        named = ", ".join(where for where, _ in tally.examples[EMPTY])
+        print(f"prompts: {path}: {tally.refused[EMPTY]} left out, with {EMPTY} ({named})", flush=True)
+    elif tally.refused:
         first = [
             f"{path}, {where}: {reason}{f': {why}' if why else ''}"
             for reason in tally.refused

@@ -26,6 +26,7 @@ WITH_ARTICLE = {"system": "a system", "assistant": "an assistant", "tool": "a to
 QUESTIONS = ("prompt", "question", "query")
 ANSWERS = ("response", "completion", "answer")
 MASKS = ("marks", "labels", "assistant_masks", "assistant_mask", "answer_mask", "loss_mask", "completion_mask", "mask")
+EMPTY = "an empty turn"
 MOST_ANSWERS = 255  # a mark is one byte on disk
 
 
@@ -164,7 +165,7 @@ def mend(said: Sequence[Mapping[str, Any]], mended: Callable[[str], None], answe
     turns = [_message(m) for m in said]
     empty = [i for i, m in enumerate(turns) if _is_empty(m)]
     if empty and not answered:
-        raise Refused("an empty turn", f"every turn must be a string with text in it: turn {empty[0] + 1} is empty")
+        raise Refused(EMPTY, f"every turn must be a string with text in it: turn {empty[0] + 1} is empty")
     if empty:
         turns = turns[: empty[0]]
         mended("an empty turn: the conversation ends before it")

@@ -83,7 +83,7 @@ def tune(
     budget: float = BUDGET_SECONDS,
     settings: Sequence[Settings] | None = None,
 ) -> dict[str, Any]:
-    """Measure, choose, and return the entry of tuned.json for the recipe's batch size.
+    """Measure, choose, and return the entry of tuned.json for the recipe's batch size and temperature.
 
     The first prompts warm graft's matrix, the others are decoded; none of them may be among the measured ones.
     """

@@ -1,4 +1,5 @@
-"""tuned.json beside a drafter: what the tuner measured and chose on one machine, an entry a batch size."""
+"""tuned.json beside a drafter: what the tuner measured and chose on one machine, an entry a batch size and
+temperature."""
 
 import json
 from pathlib import Path
@@ -14,7 +15,7 @@ from recipes.rules import AT_MOST
 from recipes.schema import DECODERS, Recipe, UserError
 
 FILE = "tuned.json"
-SCHEMA = 2
+SCHEMA = 3
 KEYS = (
     "measured_on",
     "target",
@@ -40,18 +41,21 @@ def check(folder: Path) -> None:
 
 
 def read(folder: Path, recipe: Recipe, target: Target) -> Tuning | None:
-    """The entry of the recipe's batch size, if it was measured with these very weights, on a machine and a target like
-    these; else None, said aloud where there is one."""
-    path = folder / FILE
+    """The entry of the recipe's batch size and temperature, if it was measured with these very weights, on a machine
+    and a target like these; else None, said aloud where there is a file."""
+    path, e = folder / FILE, recipe.eval
     try:
-        tuning = (_entries(path) or {}).get(str(recipe.eval.batch_size))
+        entries, wanted = _entries(path) or {}, _name(e.batch_size, e.temperature)
+        tuning = entries.get(wanted)
         if tuning is None:
+            if entries:
+                print(f"{path} holds nothing for {wanted}, but for {'; '.join(entries)}")
             return None
         then, now = tuning["measured_on"], environment(target)
         same = ["device", "hardware", "dtype", "threads"]
         differs = [f"{key} {then[key]} (now {now[key]})" for key in same if then[key] != now[key]]
-        wanted = {"temperature": recipe.eval.temperature, "target": target.fingerprint}
-        differs += [f"{key} {tuning[key]} (now {value})" for key, value in wanted.items() if tuning[key] != value]
+        if tuning["target"] != target.fingerprint:
+            differs.append(f"target {tuning['target']} (now {target.fingerprint})")
         asked_then, asked_now = tuning["asked"], asked(recipe)
         untuned = [name for name in asked_now.pop("decoders") if name not in ("ar", *asked_then["decoders"])]
         differs += [f"no {' and no '.join(untuned)}"] if untuned else []
@@ -67,15 +71,23 @@ def read(folder: Path, recipe: Recipe, target: Target) -> Tuning | None:
 
 
 def write(folder: Path, tuning: Tuning) -> None:
-    """Put the entry of its batch size in, with the drafter's weights named; those of other sizes stay."""
+    """Put its entry in, with the drafter's weights named; those of other sizes and temperatures stay."""
     path = folder / FILE
-    batches = (_entries(path) or {}) | {str(tuning["batch_size"]): tuning | {"drafter": weights_hash(folder)}}
-    write_all(path, list(batches.values()))
+    mine = tuning | {"drafter": weights_hash(folder)}
+    write_all(path, [*((_entries(path) or {}) | {_name_of(mine): mine}).values()])
 
 
 def write_all(path: Path, tunings: list[Tuning]) -> None:
-    ordered = sorted(tunings, key=lambda tuning: int(tuning["batch_size"]))
-    write_json(path, {"schema": SCHEMA, "batches": {str(tuning["batch_size"]): tuning for tuning in ordered}})
+    ordered = sorted(tunings, key=lambda tuning: (tuning["batch_size"], tuning["temperature"]))
+    write_json(path, {"schema": SCHEMA, "entries": {_name_of(tuning): tuning for tuning in ordered}})
+
+
+def _name(batch_size: int, temperature: float) -> str:
+    return f"batch {batch_size}, T = {temperature:g}"
+
+
+def _name_of(tuning: Tuning) -> str:
+    return _name(tuning["batch_size"], tuning["temperature"])
 
 
 def choice(tuning: Tuning) -> str:
@@ -142,7 +154,7 @@ def crossover(found: list[Tuning]) -> list[str]:
 
 
 def _entries(path: Path) -> dict[str, Tuning] | None:
-    """{batch size: entry}; nothing where there is no file, None for one of an older Espalier, whose form is measured
+    """Entries by name; nothing where there is no file, None for one of an older Espalier, whose form is measured
     anew."""
     if not path.exists():
         return {}
@@ -150,27 +162,27 @@ def _entries(path: Path) -> dict[str, Tuning] | None:
         found = json.loads(path.read_text(encoding="utf-8"))
         if found["schema"] < SCHEMA:
             return None
-        for size, tuning in found["batches"].items():
-            _check_entry(int(size), tuning)
-        return dict(found["batches"])
+        for name, tuning in found["entries"].items():
+            _check_entry(name, tuning)
+        return dict(found["entries"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _foreign(path, error) from error
 
 
-def _check_entry(size: int, tuning: Tuning) -> None:
+def _check_entry(entry: str, tuning: Tuning) -> None:
     """Raise a ValueError, KeyError or TypeError where something is missing that decoders or reports read."""
     missing = [key for key in KEYS if key not in tuning]
-    if missing or tuning["batch_size"] != size:
-        raise ValueError(f"batch {size}: {', '.join(missing) or 'batch_size'} is missing or wrong")
+    if missing or _name_of(tuning) != entry:
+        raise ValueError(f"{entry}: {', '.join(missing) or 'its name'} is missing or wrong")
     lines(tuning)  # raises where the report would, hours later
     choice(tuning)
     if not all(key in tuning["measured_on"] for key in ("device", "hardware", "dtype", "threads")):
-        raise ValueError(f"batch {size}: measured_on is not whole")
+        raise ValueError(f"{entry}: measured_on is not whole")
     for name, changes in tuned_shapes(tuning).items():
         settings = Settings(name, **changes)
         whole = (settings.depth, settings.branch, settings.nodes, settings.paths)
         if name not in DECODERS or not all(isinstance(n, int) and 0 < n <= AT_MOST["nodes"] for n in whole):
-            raise ValueError(f"batch {size}: {name} has no such settings")
+            raise ValueError(f"{entry}: {name} has no such settings")
 
 
 def _foreign(path: Path, error: Exception) -> UserError:

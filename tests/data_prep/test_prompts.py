@@ -47,7 +47,6 @@ def test_every_key_of_a_prompt_file(tmp_path: Path) -> None:
         ('{"turns": []}', "at least one string"),
         ('{"turns": "x"}', "at least one string"),
         ('{"turns": ["x", 3]}', "is no list of turns"),
-        ('{"turns": ["  "]}', "string with text"),
         ('{"prompt": null}', "unknown schema"),
         ('{"id": [7], "turns": ["x"]}', "'id'"),
         ('{"category": [], "turns": ["x"]}', "'category'"),
@@ -60,6 +59,19 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str, complaint: str) -> No
     with pytest.raises(UserError) as error:
         read_file(path)
     assert f"{path}, line 3" in str(error.value) and complaint in str(error.value)
+
+
+def test_a_row_that_asks_nothing_keeps_no_other_from_being_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(
+        tmp_path / "p.jsonl", '{"turns": ["a"]}', '{"turns": [""]}', '{"turns": ["b", " "]}', '{"turns": ["c"]}'
+    )
+    assert [prompt.turns for prompt in load_prompts(str(path))] == [["a"], ["c"]]
+    assert f"{path}: 2 left out, with an empty turn (line 2, line 3)" in capsys.readouterr().out
+    path = write(tmp_path / "p.jsonl", '{"turns": ["a"]}', '{"turns": [""]}', '{"turns": 3}')
+    with pytest.raises(UserError, match=r"line 2: an empty turn.*\n.*line 3"):
+        load_prompts(str(path))
 
 
 def test_files_that_are_not_there_or_empty_or_not_text(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_damaged_tuned_json_is_refused_before_weights_load(
     monkeypatch.setattr(run, "load_target", None)
     arguments = world.arguments if command is run.main else world.beside
     damaged = world.folder / "drafter" / "tuned.json"
-    damaged.write_text('{"schema": 2, "batches": {"1": ')
+    damaged.write_text('{"schema": 3, "entries": {"batch 1, T = 0": ')
     try:
         with pytest.raises(SystemExit) as stop:
             entry(command, arguments("eval.tune=true", f"dry_run={dry_run}"))
@@ -217,11 +217,16 @@ def test_a_drafter_that_does_not_fit_is_refused_before_weights_load(
     assert words in refused(world, capsys, f"drafter={other}", f"dry_run={dry_run}")
 
 
-@pytest.mark.parametrize("line", ['{"turns": [""]}', '{"turns": []}', '{"prompt": "  "}'])
-def test_an_empty_prompt_is_named(world: World, capsys: pytest.CaptureFixture[str], line: str) -> None:
+def test_an_empty_prompt_is_named_and_the_others_answered(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     empty = world.folder / "empty.jsonl"
-    empty.write_text('{"id": "a", "turns": ["hi"]}\n' + line)
-    assert "line 2" in refused(world, capsys, f"prompts={empty}")
+    empty.write_text('{"turns": [""]}\n{"id": "a", "turns": ["hi"]}\n{"turns": [" "]}')
+    entry(run.main, world.arguments(f"prompts={empty}", f"out={world.folder / 'others'}"))
+    assert "2 left out, with an empty turn (line 1, line 3)" in capsys.readouterr().out
+    (row,) = json.loads((world.folder / "others" / "results-ar.json").read_text())["per_prompt"]
+    assert row["id"] == "a" and row["tokens"] > 0
+    for lines in ('{"turns": [""]}', '{"id": "a", "turns": ["hi"]}\n{"turns": []}'):
+        empty.write_text(lines)
+        assert "line " in refused(world, capsys, f"prompts={empty}")
 
 
 def test_prompts_beyond_the_models_limit_are_named_and_the_others_answered(
@@ -284,7 +289,7 @@ def test_a_run_tunes_for_itself_and_uses_what_eval_tune_left_beside_the_drafter(
     assert (world.folder / "out" / "tuned.json").is_file() and not beside.exists()
     entry(tune.main, world.beside("eval.batch_sizes=[1,2]", "eval.decoders=[chain]"))
     assert capsys.readouterr().out.count("below the best of the grid") == 2
-    assert set(json.loads(beside.read_text())["batches"]) == {"1", "2"}
+    assert set(json.loads(beside.read_text())["entries"]) == {"batch 1, T = 0", "batch 2, T = 0"}
     entry(run.main, world.arguments("eval.tune=true", "eval.limit=2", "eval.decoders=[chain]"))
     assert "tuned in" not in capsys.readouterr().out
     page = world.folder / "out" / "report.md"

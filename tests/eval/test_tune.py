@@ -225,13 +225,16 @@ def test_tuned_settings_come_back_on_the_same_machine_only(tmp_path: Path, capsy
     assert "other weights of the drafter" in capsys.readouterr().out
     calibrator.unlink()
     assert tunings.read(tmp_path, fake_recipe(temperature=1.0), TARGET) is None
-    assert "temperature 0.0 (now 1.0)" in capsys.readouterr().out
+    assert "holds nothing for batch 1, T = 1, but for batch 1, T = 0\n" in capsys.readouterr().out
+    warm = tune.tune(fake_recipe(max_new_tokens=16, temperature=1.0), TARGET, DRAFTER, PROMPTS, decode=FakeDecode())
+    tunings.write(tmp_path, warm)
+    assert tunings.read(tmp_path, recipe, TARGET) == read, "each temperature has its own"
     one = replace(recipe, decoder="graft")
     assert tunings.read(tmp_path, one, TARGET) == read, "whoever tuned them all tuned this one"
     other = fake_recipe(max_new_tokens=16, decoders=["talon", "graft"], depth=3)
     assert tunings.read(tmp_path, other, TARGET) is None
     assert "measured with no talon, eval.depth=8 (now 3)\n" in capsys.readouterr().out
-    (tmp_path / tunings.FILE).write_text('{"schema": 1, "batch_size": 1}')
+    (tmp_path / tunings.FILE).write_text('{"schema": 2, "batches": {}}')
     assert tunings.read(tmp_path, recipe, TARGET) is None
     tunings.check(tmp_path)
     assert "older Espalier" in capsys.readouterr().out
@@ -242,10 +245,10 @@ def test_tuned_settings_come_back_on_the_same_machine_only(tmp_path: Path, capsy
     [
         lambda text: text[: len(text) // 2],
         lambda text: "[]",
-        lambda text: '{"schema": 2}',
-        lambda text: '{"schema": 2, "batches": {"1": 3}}',
-        lambda text: text.replace('"1": {', '"one": {'),
-        lambda text: text.replace('"1": {', '"2": {'),
+        lambda text: '{"schema": 3}',
+        lambda text: '{"schema": 3, "entries": {"batch 1, T = 0": 3}}',
+        lambda text: text.replace('"batch 1, T = 0": {', '"one": {'),
+        lambda text: text.replace('"batch 1, T = 0": {', '"batch 2, T = 0": {'),
         lambda text: text.replace('"best"', '"worst"'),
         lambda text: text.replace('"depth": 1', '"depth": "1"'),
         lambda text: text.replace('"nodes": ', '"nodes": -'),
