@@ -21,7 +21,7 @@ from eval import tunings
 from eval.decode import Decoded, RowResult, decode_keeping
 from eval.drafters import Drafter, fitted
 from eval.harness import check_matrix
-from eval.matrix_file import starting_matrix
+from eval.matrix_file import is_file, starting_matrix
 from eval.memory import SMALLER, attempt
 from eval.outcome import check_room, in_dtype, longest_prompt
 from eval.plan import at_batch, check_settings, describe, plan, refuse_unread, settings_of
@@ -55,13 +55,12 @@ class Chat:
         self.limit = longest_prompt(target, recipe.eval)
         check_room(target, recipe.eval)
         self._decode = decode_keeping()
+        self._start = starting_matrix(recipe.eval.matrix, target.vocab_size, target.device, target.fingerprint)
         self.reset()
 
     def reset(self) -> None:
         self.messages: list[Message] = []
-        t, self._matrix = self.target, None
-        if self.settings.remembers:
-            self._matrix = starting_matrix(self.recipe.eval.matrix, t.vocab_size, t.device, t.fingerprint)
+        self._matrix = self._start.copy() if self.settings.remembers else None
 
     def answer(self, question: str, show: Show) -> Decoded:
         """The target's answer, shown as it grows. Raises UserError for a question that it cannot take; what was said
@@ -185,7 +184,7 @@ def choose(recipe: Recipe) -> Recipe:
 
 def tuned_settings(recipe: Recipe, folder: Path, target: Target) -> Settings:
     """The decoder's settings, in the tuner's shape where a tuned.json of this machine lies beside the drafter."""
-    as_tuned = replace(with_calibrated_gates(at_batch(recipe, 1)), decoder="")
+    as_tuned = with_calibrated_gates(at_batch(recipe, 1))
     tuned = None if recipe.eval.tune is False else tunings.read(folder, as_tuned, target)
     if tuned is not None and not tuned["speculate"]:
         print("note: the tuner found nothing surely faster than plain decoding (decoder=ar) on this machine")
@@ -202,7 +201,8 @@ def main(recipe: Recipe) -> None:
     gates = calibrated_gates(recipe)
     if recipe.decoder in DRAFTED and recipe.eval.tune is not False:
         tunings.check(drafter_folder(recipe))
-    check_matrix(recipe, source, [])
+    if is_file(recipe.eval.matrix):
+        check_matrix(recipe, source, [])
     if source is not None:
         check_room(source, recipe.eval)
     if recipe.dry_run:

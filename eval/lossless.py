@@ -139,8 +139,8 @@ def check(bench: "Bench", load_fp32: Callable[[], Target] | None = None) -> dict
     if e.lossless < 0:
         return {}
     wanted: dict[str, Callable[[], dict[str, Any]]] = {"speed": partial(time_generate, bench)}
+    referee = Referee(bench.target.model)
     if e.temperature == 0:
-        referee = Referee(bench.target.model)
         wanted["decoders"] = partial(compare_decoders, referee, bench.outcomes)
         if bench.target.dtype != torch.float32 and load_fp32 is not None:
             wanted["float32"] = partial(check_fp32, bench, load_fp32)
@@ -152,6 +152,7 @@ def check(bench: "Bench", load_fp32: Callable[[], Target] | None = None) -> dict
         if (found := attempt(run)) is not None:
             checks[name] = found
             continue
+        referee.partings = []
         checks.setdefault("no_room", []).append(name)
         print(f"out of memory: not checked: {CHECKS[name]}", flush=True)
     _shout(checks)

@@ -42,7 +42,7 @@ def read_matrix(path: Path, fingerprint: str = "", vocab_size: int = 0) -> Succe
             size, stated = int(about["vocab_size"]), about["target"]
             tokens, successors = _integers(file.get_tensor("tokens")), _integers(file.get_tensor("successors"))
         _check(tokens, successors, size)
-        if vocab_size and size != vocab_size:
+        if stated == fingerprint and vocab_size and size != vocab_size:
             raise ValueError(f"of a vocabulary of {size} tokens, the target's has {vocab_size}")
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise UserError(f"eval.matrix={path} is damaged ({error}). Write it again with eval.calibrate") from error

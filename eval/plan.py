@@ -1,6 +1,7 @@
 """What an evaluation runs: the recipe's settings checked, and one Entry for each decoder of the table."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -127,7 +128,7 @@ def plan(
     e = recipe.eval
     names = [recipe.decoder] if recipe.decoder else list(dict.fromkeys(e.decoders))
     names = [name for name in DECODERS if (name in names and (drafter or name not in DRAFTED)) or name == "ar"]
-    shapes = tuned_shapes(tuned) if tuned else {}
+    shapes = tuned_shapes(tuned, names) if tuned else {}
     entries = []
     for name in names:
         gates, words = gates_of(name, e, shapes, calibrated)
@@ -175,8 +176,8 @@ def asked(recipe: Recipe) -> dict[str, Any]:
     return {"decoders": names, "chain_length": e.chain_length, **shape, **rule, **flex}
 
 
-def tuned_shapes(tuned: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """{decoder: changes of Settings} from tuned.json, eagle and graft brought to one budget."""
+def tuned_shapes(tuned: dict[str, Any], names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """{decoder: changes of Settings} from tuned.json; where both are wanted, eagle and graft brought to one budget."""
     best = tuned["best"]
     shapes = {name: {"depth": b["depth"], "branch": b["branch"], "nodes": b["nodes"]} for name, b in best.items()}
     for name in (*GATED, "flex"):
@@ -184,7 +185,7 @@ def tuned_shapes(tuned: dict[str, Any]) -> dict[str, dict[str, Any]]:
             shapes[name] |= {"gates": tuple(best[name]["gates"]), "parallel": best[name]["parallel"]}
     if "chain" in best:
         shapes["chain"] |= {key: best["chain"][key] for key in POLICY}
-    if "eagle" in best and "graft" in best:
+    if all(name in best and name in names for name in ("eagle", "graft")):
         leader, other = (
             ("graft", "eagle") if best["graft"]["tokens_per_s"] >= best["eagle"]["tokens_per_s"] else ("eagle", "graft")
         )

@@ -191,9 +191,10 @@ def retrieval(tables: list[Table]) -> list[str]:
     if graft is None:
         return []
     f = judged(graft)
-    already = f"retrieved nodes that the draft already had: {f['merged'] / max(1, f['rounds']):.2f} a round"
-    lines = [f"Graft's accepted drafts: {shares(f['accepted_by_source'], 'from')}; {already}."]
-    if graft["settings"]["graft_fill"] == "auto":
+    lines = [f"Graft's accepted drafts: {shares(f['accepted_by_source'], 'from')}."]
+    if flex is None:
+        lines.append(f"Retrieved nodes that the draft already had: {f['merged'] / max(1, f['rounds']):.2f} a round.")
+    if flex is None and graft["settings"]["graft_fill"] == "auto":
         lines.append(
             "Places that a gate frees stay empty while retrieval does not pay: ours; the published method is "
             "eval.graft_fill=always."

@@ -38,6 +38,7 @@ class Trial:
     prompts: int = 1  # of a call
     rows: list[int] = field(default_factory=list)  # verified in a round, a prompt
     pool: dict[Rows, list[float]] = field(default_factory=dict)  # verification ms by rows, shared by all trials
+    fits: bool = True  # memory has held it so far
 
     def add(self, decoded: Decoded, limit: int) -> None:
         """Book one call. Answers of tuning are short, so the round that `limit` cut is left out of tau: it would weigh
@@ -123,11 +124,14 @@ def trials_of(settings: Sequence[Settings], base: SuccessorMatrix) -> list[Trial
 def decoded_by(
     trials: Sequence[Trial], run: Callable[..., Decoded], batch: Batch, tokens: int, book: bool = True
 ) -> list[Trial]:
-    """Every trial on one batch; those that memory does not hold are left out, and `ar` must fit."""
+    """Every trial on one batch; those that memory does not hold, not even when what others left in it is gone, are left
+    out, and `ar` must fit."""
     found = []
     for trial in trials:
         short = replace_tokens(trial, tokens)
-        decoded = attempt(partial(run, short, *batch))
+        once = partial(run, short, *batch)
+        decoded = attempt(once) or attempt(once)
+        trial.fits = decoded is not None
         if decoded is not None:
             found.append(trial)
             if book:

@@ -28,7 +28,7 @@ from eval.decode import Decoded, decode_keeping, ready
 from eval.drafters import Drafter, fitted
 from eval.filling import Filling
 from eval.matrix import SuccessorMatrix
-from eval.memory import by_halving
+from eval.memory import by_halving, too_many
 from eval.outcome import check_prompts, encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
 from eval.plan import asked, at_batch, batch_sizes, check_settings, policies, refuse_unread, settings_of
 from eval.results import environment
@@ -97,7 +97,7 @@ def tune(
     run = _runner(target, drafter, decode, base)
     trials = decoded_by(trials, run, batches[0], FIRST_TOKENS, book=False)
     finalists = race(trials, batches, run, lambda: (time.perf_counter() - start) / max(budget, 1e-9))
-    best = choose(finalists)
+    best, trials = choose(finalists), [trial for trial in trials if trial.fits]
     tuned = {
         "measured_on": environment(target),
         "target": target.fingerprint,
@@ -176,7 +176,10 @@ def judged(recipe: Recipe, target: Target, drafter: Drafter, prompts: Sequence[P
     seconds = grid_seconds(recipe.eval, tuned)
     print(f"the grid: all {len(tuned['table'])} settings measured alike, about {seconds:.0f} s")
     grid = measured_grid(recipe, target, drafter, prompts, decode=decode, settings=given.get("settings"))
-    return tuned | {"grid": grid, "shortfall": shortfall(grid, tuned["chosen"])}
+    try:
+        return tuned | {"grid": grid, "shortfall": shortfall(grid, tuned["chosen"])}
+    except ValueError as error:  # memory did not hold the choice twice
+        raise too_many(recipe.eval.batch_size) from error
 
 
 def grid_seconds(e: EvalConfig, tuned: dict[str, Any]) -> float:

@@ -165,7 +165,7 @@ def _entries(path: Path) -> dict[str, Tuning] | None:
         for name, tuning in found["entries"].items():
             _check_entry(name, tuning)
         return dict(found["entries"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise _foreign(path, error) from error
 
 
@@ -178,8 +178,12 @@ def _check_entry(entry: str, tuning: Tuning) -> None:
     choice(tuning)
     if not all(key in tuning["measured_on"] for key in ("device", "hardware", "dtype", "threads")):
         raise ValueError(f"{entry}: measured_on is not whole")
-    for name, changes in tuned_shapes(tuning).items():
+    if not isinstance(tuning["asked"], dict):
+        raise ValueError(f"{entry}: asked is no table")
+    for name, changes in tuned_shapes(tuning, DECODERS).items():
         settings = Settings(name, **changes)
+        if not (settings.gates and all(type(gate) in (int, float) for gate in settings.gates)):
+            raise ValueError(f"{entry}: gates of {name} are no numbers")
         whole = (settings.depth, settings.branch, settings.nodes, settings.paths)
         if name not in DECODERS or not all(isinstance(n, int) and 0 < n <= AT_MOST["nodes"] for n in whole):
             raise ValueError(f"{entry}: {name} has no such settings")

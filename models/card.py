@@ -90,7 +90,8 @@ def worth(papers: dict[str, Any]) -> str:
         f"{s['max_new_tokens']}; {e['hardware']} ({e['device']}), {e['dtype']}, {e['threads']} threads, torch "
         f"{e['torch']}, {e['date'][:10]}; Espalier's own decoders, so a serving engine's speed will differ."
     )
-    serves_chains = any(row["settings"]["decoder"] == "chain" for row in rows)
+    kinds = {row["settings"]["decoder"] for row in rows}
+    serves_chains = "chain" in kinds and "flex" not in kinds  # a FlexDraft's lines no engine drafts
     meaning = (
         "tau = tokens a round of verification emits, the target's own included. Loops are outputs that repeat "
         f"themselves ({rows[0]['loops']} of these prompts). `ar` is plain decoding. "

@@ -138,8 +138,8 @@ def _first_line(error: Exception) -> str:
 
 def _explain(where: str, key: str, error: OmegaConfBaseException) -> str:
     reason = _first_line(error)
-    if "DictConfig" in reason:
-        return f"{where}: {repr(key) if key else 'a key'} takes one value or a list, no {{...}}"
+    if "Cannot merge" in reason:
+        return f"{where}: a list and a group were mixed up: a list is written KEY=[a,b], a group's key GROUP.KEY=VALUE"
     if "of type 'ListConfig'" in reason:
         return f"{where}: key {key!r} takes one value, no list"
     if "ListConfig" in reason:

@@ -134,6 +134,7 @@ def test_tuning_goes_on_where_memory_runs_out_later(capsys: pytest.CaptureFixtur
     full, recipe = "eagle", fake_recipe(max_new_tokens=16)
     tuned = tune.tune(recipe, TARGET, DRAFTER, fake_prompts(20), decode=Fills())
     assert "out of memory: eagle" in capsys.readouterr().out and tuned["chosen"]["decoder"] != "eagle"
+    assert set(tuned["best"]) == {"chain", "graft"} and {row["decoder"] for row in tuned["table"]} >= {"ar", "graft"}
     grid = tune.measured_grid(recipe, TARGET, DRAFTER, fake_prompts(20), decode=Fills())
     assert {row["decoder"] for row in grid} == {"ar", "chain", "graft"}
     full = "ar"

@@ -11,6 +11,7 @@ import pytest
 
 from eval import tune, tunings
 from eval.decode import Decoded
+from eval.plan import plan
 from eval.settings import Settings
 from eval.trials import Trial, choose
 from models.target import Target
@@ -290,6 +291,18 @@ def test_each_batch_size_has_its_own_choice(tmp_path: Path) -> None:
     assert one["chosen"]["decoder"] in tunings.choice(one) and tunings.choice(four).startswith("off")
     assert tunings.read(tmp_path, recipe(2), TARGET) is None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.safetensors", tunings.FILE]
+
+
+def test_eagle_and_graft_share_a_budget_where_both_are_compared() -> None:
+    row = {"branch": 4, "gates": [0.1, 0.2, 0.3], "parallel": False}
+    best = {
+        "eagle": row | {"depth": 8, "nodes": 60, "tokens_per_s": 3.0},
+        "graft": row | {"depth": 3, "nodes": 16, "tokens_per_s": 2.0},
+    }
+    both = plan(fake_recipe(decoders=["ar", "eagle", "graft"]), {"best": best})
+    assert {(e.settings.depth, e.settings.nodes) for e in both if e.label != "ar"} == {(8, 60)}
+    alone = plan(replace(fake_recipe(), decoder="graft"), {"best": best})
+    assert {(e.settings.depth, e.settings.nodes) for e in alone if e.label != "ar"} == {(3, 16)}
 
 
 def test_no_prompts_no_tuning() -> None:

@@ -232,7 +232,8 @@ def test_the_command_line_is_blamed_for_what_was_typed_there() -> None:
     [
         ("eval.nodes=[1,2]", "'eval.nodes' takes one value, no list"),
         ("eval.gates=3", "'eval.gates' is a list: write it as eval.gates=[a,b]"),
-        ("eval.gates={a: 1}", "takes one value or a list, no {...}"),
+        ("eval.gates={a: 1}", "a list and a group were mixed up"),
+        ("target.template_args=[1]", "a list and a group were mixed up"),
     ],
 )
 def test_a_list_and_a_value_are_told_apart(given: str, words: str) -> None:
