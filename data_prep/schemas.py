@@ -168,7 +168,7 @@ def mend(said: Sequence[Mapping[str, Any]], mended: Callable[[str], None], answe
         raise Refused(EMPTY, f"every turn must be a string with text in it: turn {empty[0] + 1} is empty")
     if empty:
         turns = turns[: empty[0]]
-        mended("an empty turn: the conversation ends before it")
+        mended(f"{EMPTY}: the conversation ends before it")
     out: list[Message] = []
     for number, turn in enumerate(turns, start=1):
         role, before = turn["role"], out[-1]["role"] if out else ""

@@ -104,11 +104,11 @@ def lines(tuned: Tuning) -> list[str]:
     chosen = tuned["chosen"]
     plain = next((row for row in tuned["table"] if row["decoder"] == "ar"), None)
     against = f" where ar makes {plain['tokens_per_s']:.1f}" if plain else ""
-    choice = f"{chosen['decoder']}, {chosen['shape']} (predicted {chosen['tokens_per_s']:.1f} tokens/s{against})"
+    predicted = f"{chosen['decoder']}, {chosen['shape']} (predicted {chosen['tokens_per_s']:.1f} tokens/s{against})"
     told = [
         f"Settings were chosen in {tuned['seconds']:.0f} s by the measured cost curve, on validation prompts that no "
         f"figure here uses. Verification, ms: {verify}. Drafting, ms: {draft}.",
-        f"The tuner's own choice: {choice}.",
+        f"The tuner's own choice: {predicted}.",
     ]
     if "shortfall" in tuned:
         below = f"{100 * tuned['shortfall']:.1f} % below the best"
@@ -175,7 +175,6 @@ def _check_entry(entry: str, tuning: Tuning) -> None:
     if missing or _name_of(tuning) != entry:
         raise ValueError(f"{entry}: {', '.join(missing) or 'its name'} is missing or wrong")
     lines(tuning)  # raises where the report would, hours later
-    choice(tuning)
     if not all(key in tuning["measured_on"] for key in ("device", "hardware", "dtype", "threads")):
         raise ValueError(f"{entry}: measured_on is not whole")
     if not isinstance(tuning["asked"], dict):
