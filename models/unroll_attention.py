@@ -115,13 +115,14 @@ class Asking:
             return None if all_of_them else sent(index, device)
 
         found, rank_T = [], torch.zeros(documents.total, dtype=torch.int64)
+        place_T = torch.arange(documents.total) - back.index_select(0, documents.which_T)
         laid = Square.nested(sets, documents, tails, squares)
         for before, slots, square in zip((first, *sets), sets, laid, strict=False):
-            place = slots - back[documents.which_T[slots]]
+            place = there(place_T.index_select(0, slots), len(slots) == tails.total)
             index = there(slots, len(slots) == documents.total)
-            rank_T[before] = torch.arange(len(before))
-            kept = there(rank_T[slots], len(slots) == len(before))
-            found.append(Asking(index, tails, there(place, len(slots) == tails.total), kept, square))
+            rank_T.index_copy_(0, before, torch.arange(len(before)))
+            kept = there(rank_T.index_select(0, slots), len(slots) == len(before))
+            found.append(Asking(index, tails, place, kept, square))
         return found
 
 

@@ -8,7 +8,7 @@ recipes/accelerate/BACKEND.yaml --num_processes N train/eagle.py ...`, on a targ
 `tokens` a GPU and step (0: 16384 for smollm2, 8192 for qwen3-8b), answers three quarters of them. Targets and data are
 made once, in `work` (kept; without it a temporary folder), and nothing of that is timed. What is printed are medians of
 the lines of metrics.jsonl behind the first `warm` steps, each over `every` steps; once `steps` are logged the training
-is ended, before it would save and evaluate. `other` is the share of the time in which neither model computes on the
+is ended, before it would save and evaluate. A small target gets faster for some hundred steps: steps=200 warm=100. `other` is the share of the time in which neither model computes on the
 first process's card. A launch that fails or takes longer than `timeout` seconds shows its last lines, the others go on,
 and the exit code is 1.
 """
@@ -249,7 +249,9 @@ def launch(
         finally:
             end(process)
         said.seek(0)
-        raise UserError("\n".join([f"the training {why}; its last lines:", *said.read().splitlines()[-40:]]))
+        lines = said.read().splitlines()
+        errors = [line for line in lines if line.startswith("error:")]  # a launcher's traces come behind it
+        raise UserError("\n".join([f"the training {why}", *errors, "its last lines:", *lines[-40:]]))
 
 
 def figures(lines: list[dict[str, Any]], shape: Shape, count: int, warm: int) -> dict[str, Any]:
@@ -364,4 +366,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked to end"))  # which ends the training that is under way
     told(lambda: main(sys.argv[1:]))
