@@ -19,7 +19,7 @@ from eval.decode import Decoded, decode_keeping, ready
 from eval.drafters import Drafter, fitted
 from eval.matrix import SuccessorMatrix
 from eval.matrix_file import is_file, read_matrix, starting_matrix
-from eval.memory import SMALLER, NoRoom, attempt, by_halving
+from eval.memory import SMALLER, NoRoom, attempt, by_halving, unpaused
 from eval.outcome import (
     Outcome,
     check_prompts,
@@ -265,7 +265,7 @@ def _measure_timed(bench: Bench, prompts: Sequence[Prompt]) -> Sequence[Prompt] 
         TextColumn("prompts"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, TextColumn("{task.fields[now]}")) as progress:
+    with unpaused(), Progress(*columns, TextColumn("{task.fields[now]}")) as progress:
         task = progress.add_task("", total=len(prompts), now="")
         for number, start in enumerate(range(0, len(prompts), size)):
             batch = prompts[start : start + size]

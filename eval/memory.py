@@ -1,7 +1,9 @@
-"""What happens when memory runs out: what was tried is dropped, and fewer rows are tried at once."""
+"""What happens when memory runs out: what was tried is dropped, and fewer rows are tried at once. And when Python looks
+for what it can drop."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -39,6 +41,7 @@ def attempt(run: Callable[[], T]) -> T | None:
     except (RuntimeError, MemoryError) as error:
         if not ran_out(error):
             raise
+    gc.unfreeze()
     gc.collect()  # only now: the error held the frames, and they the tensors
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -53,3 +56,14 @@ def by_halving(slots: int, run: Callable[[int], T]) -> T:
             raise NoRoom(f"out of memory at a single row. {SMALLER}")
         slots = (slots + 1) // 2
     return found
+
+
+@contextmanager
+def unpaused() -> Iterator[None]:
+    """Python's collector leaves alone what is there already: to go through all of torch's and transformers' objects
+    takes it 0.2 s, some six prompts' time on a GPU, which would be charged to whichever decoder runs just then."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

@@ -1,5 +1,6 @@
 """Aggregation: sums, cuts, loops, categories, turns, rotation and matrix states, with a fake decoder."""
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -119,6 +120,19 @@ def test_decoders_take_turns_at_being_first() -> None:
     run(fake_recipe(decoders=["ar", "chain", "eagle"], chain_length=8), fake_prompts(3), decode)
     measured = [call.settings.decoder for call in decode.calls[-9:]]
     assert measured == ["ar", "chain", "eagle", "chain", "eagle", "ar", "eagle", "ar", "chain"]
+
+
+def test_the_collector_passes_over_what_is_there_while_decoders_are_timed() -> None:
+    """To go through it all takes as long as several prompts, which one decoder would pay for."""
+    frozen: list[int] = []
+
+    class Looks(FakeDecode):
+        def __call__(self, *given: Any, **named: Any) -> Any:
+            frozen.append(gc.get_freeze_count())
+            return super().__call__(*given, **named)
+
+    run(fake_recipe(decoders=["ar", "chain"], chain_length=8), fake_prompts(3), Looks())
+    assert min(frozen[-6:]) > 10_000 and gc.get_freeze_count() == 0
 
 
 def test_matrix_states() -> None:
