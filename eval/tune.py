@@ -23,12 +23,12 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from data_prep.prompts import Prompt
-from eval import tunings
+from eval import contexts, tunings
 from eval.decode import Decoded, decode_keeping, ready
 from eval.drafters import Drafter, fitted
 from eval.filling import Filling
 from eval.matrix import SuccessorMatrix
-from eval.memory import by_halving, too_many
+from eval.memory import by_halving, too_many, unpaused
 from eval.outcome import check_prompts, encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
 from eval.plan import asked, at_batch, batch_sizes, check_settings, policies, refuse_unread, settings_of
 from eval.results import environment
@@ -96,7 +96,8 @@ def tune(
     print(f"tuning: {len(trials)} settings on {prompts_used} validation prompts or batches, about {budget:.0f} s")
     run = _runner(target, drafter, decode, base)
     trials = decoded_by(trials, run, batches[0], FIRST_TOKENS, book=False)
-    finalists = race(trials, batches, run, lambda: (time.perf_counter() - start) / max(budget, 1e-9))
+    with unpaused():
+        finalists = race(trials, batches, run, lambda: (time.perf_counter() - start) / max(budget, 1e-9))
     best, trials = choose(finalists), [trial for trial in trials if trial.fits]
     tuned = {
         "measured_on": environment(target),
@@ -164,8 +165,9 @@ def measured_grid(
     trials = trials_of(settings or candidates(recipe, target.device.type, drafter), base)
     run = _runner(target, drafter, decode, base)
     trials = decoded_by(trials, run, batches[0], FIRST_TOKENS, book=False)
-    for number, batch in enumerate(batches[:GRID_BATCHES]):
-        trials = decoded_by(rotated(trials, number), run, batch, tokens)
+    with unpaused():
+        for number, batch in enumerate(batches[:GRID_BATCHES]):
+            trials = decoded_by(rotated(trials, number), run, batch, tokens)
     return [trial.record() for trial in sorted(trials, key=lambda trial: -trial.speed)]
 
 
@@ -297,7 +299,8 @@ def _prompts(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> tuple
 
 
 def main(recipe: Recipe) -> None:
-    """`python -m eval.tune recipe=NAME drafter=DIR`: tune at each batch size, and judge the choice on a grid."""
+    """`python -m eval.tune recipe=NAME drafter=DIR`: tune at each batch size, judge the choice on a grid, and look what
+    longer contexts cost."""
     from eval.run import check_models, drafter_folder, load, with_calibrated_gates
 
     refuse_unread(recipe, "eval.tune", "prompts", "out")
@@ -321,9 +324,10 @@ def main(recipe: Recipe) -> None:
     recipe, found = fitted(recipe, drafter), []
     for size in batch_sizes(recipe.eval):
         sized = at_batch(recipe, size)
-        found.append(judged(sized, target, drafter, prompts))
+        tuned = judged(sized, target, drafter, prompts)
+        found.append(tuned | {"contexts": contexts.by_context(sized, target, drafter, prompts, tuned)})
         tunings.write(folder, found[-1])
-        print("\n".join(tunings.grid_lines(found[-1])))
+        print("\n".join([*tunings.grid_lines(found[-1]), *tunings.context_lines(found[-1])]))
     if isinstance(drafter, FlexDraft):
         print("\n".join(tunings.crossover(found)))
     print(f"written to {folder / tunings.FILE}")

@@ -113,6 +113,22 @@ def lines(tuned: Tuning) -> list[str]:
     if "shortfall" in tuned:
         below = f"{100 * tuned['shortfall']:.1f} % below the best"
         told.append(f"On the measured grid of {len(tuned['grid'])} settings that choice is {below}.")
+    return told + context_lines(tuned)
+
+
+def context_lines(tuning: Tuning) -> list[str]:
+    """Of eval.contexts, where it was measured: a line a context, and from where on the choice loses to `ar`."""
+    told, chosen, loses = [], tuning["chosen"]["decoder"], list[int]()
+    for row in tuning.get("contexts", []):
+        speeds, context = row["tokens_per_s"], int(row["context"])
+        costs = ", ".join(f"{name} {ms:.2f}" for name, ms in row["ms_per_round"].items())
+        shares = [f"{name} {speed / speeds['ar']:.2f} x" for name, speed in speeds.items() if name != "ar"]
+        told.append(f"At {context:,} tokens of context, ms a round: {costs}; predicted: {', '.join(shares)} ar.")
+        loses += [context] if speeds.get(chosen, 0.0) < speeds["ar"] else []
+    if loses:
+        told.append(
+            f"{chosen} was chosen on shorter prompts: at {loses[0]:,} tokens of context plain decoding is faster."
+        )
     return told
 
 

@@ -289,7 +289,9 @@ def test_a_run_tunes_for_itself_and_uses_what_eval_tune_left_beside_the_drafter(
     assert (world.folder / "out" / "tuned.json").is_file() and not beside.exists()
     entry(tune.main, world.beside("eval.batch_sizes=[1,2]", "eval.decoders=[chain]"))
     assert capsys.readouterr().out.count("below the best of the grid") == 2
-    assert set(json.loads(beside.read_text())["entries"]) == {"batch 1, T = 0", "batch 2, T = 0"}
+    entries = json.loads(beside.read_text())["entries"]
+    assert set(entries) == {"batch 1, T = 0", "batch 2, T = 0"}
+    assert all("contexts" in tuning for tuning in entries.values())
     entry(run.main, world.arguments("eval.tune=true", "eval.limit=2", "eval.decoders=[chain]"))
     assert "tuned in" not in capsys.readouterr().out
     page = world.folder / "out" / "report.md"
