@@ -8,9 +8,9 @@ recipes/accelerate/BACKEND.yaml --num_processes N train/eagle.py ...`, on a targ
 `tokens` a GPU and step (0: 16384 for smollm2, 8192 for qwen3-8b), answers three quarters of them. Targets and data are
 made once, in `work` (kept; without it a temporary folder), and nothing of that is timed. What is printed are medians of
 the lines of metrics.jsonl behind the first `warm` steps, each over `every` steps; once `steps` are logged the training
-is ended, before it would save and evaluate. A small target gets faster for some hundred steps: steps=200 warm=100. `other` is the share of the time in which neither model computes on the
-first process's card. A launch that fails or takes longer than `timeout` seconds shows its last lines, the others go on,
-and the exit code is 1.
+is ended, before it would save and evaluate. A small target gets faster for some hundred steps: steps=200 warm=100.
+`other` is the share of the time in which neither model computes on the first process's card. A launch that fails or
+takes longer than `timeout` seconds shows its last lines, the others go on, and the exit code is 1.
 """
 
 import contextlib
