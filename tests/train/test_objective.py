@@ -239,8 +239,9 @@ def test_features_of_a_packed_row_equal_those_document_by_document(target: Targe
     batch = load_batch(tiny_run.rows(), [3, 0, 7])
     alone = tiny_run.objective(target, keep_bytes=1).prepare(batch)
     packed = tiny_run.objective(target, keep_bytes=0).prepare(batch)
-    torch.testing.assert_close(packed.taps_TC, alone.taps_TC, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(packed.final_mH, alone.final_mH, atol=1e-5, rtol=1e-5)
+    # states of up to 17: products of other sizes round them up to 1.5e-5 apart on one kind of CPU
+    torch.testing.assert_close(packed.taps_TC, alone.taps_TC, atol=5e-5, rtol=1e-5)
+    torch.testing.assert_close(packed.final_mH, alone.final_mH, atol=5e-5, rtol=1e-5)
     assert torch.equal(packed.best_m, alone.best_m)
 
 
