@@ -157,13 +157,21 @@ def gates_of(
     """Changes of Settings, and where the gates come from in words; nothing for a decoder without gates."""
     if name not in GATED:
         return {}, ""
-    if e.gates:
-        return {}, "the recipe's, or higher ones by the tuner's choice" if name in shapes else "the recipe's"
     if name in shapes:
-        return {}, "the tuner's choice"
-    if calibrated is not None:
-        return {"gates": calibrated["gates"]["graft" if name == "splice" else name]}, calibrated["words"]
+        theirs = e.gates and calibrated is None
+        return {}, "the recipe's, or higher ones by the tuner's choice" if theirs else "the tuner's choice"
+    if calibrated is not None:  # only where the recipe, as it was given, names none
+        return own_gates(name, calibrated), calibrated["words"]
+    if e.gates:
+        return {}, "the recipe's"
     return {}, "published for another target; eval.calibrate finds those of an EAGLE-3 drafter"
+
+
+def own_gates(name: str, calibrated: dict[str, Any] | None) -> dict[str, Any]:
+    """Changes of Settings: the gates that eval.calibrate found for this decoder; nothing where it found none."""
+    if calibrated is None or name not in GATED:
+        return {}
+    return {"gates": tuple(calibrated["gates"]["graft" if name == "splice" else name])}
 
 
 def asked(recipe: Recipe) -> dict[str, Any]:

@@ -52,10 +52,13 @@ def evaluate(recipe: Recipe, prompts: list[Prompt], gates: dict[str, Any] | None
     recipe = fitted(recipe, drafter)
     from_here, tuned = with_calibrated_gates(recipe), None  # the tuner tries these gates
     if recipe.eval.tune:
-        tuned = tune.tuning(from_here, target, drafter, disjoint(warmup_prompts(), prompts), folder)
+        spare = disjoint(warmup_prompts(), prompts)
+        tuned = tune.tuning(from_here, target, drafter, spare, folder, calibrated=gates)
     elif recipe.eval.tune is None:
         tuned = tunings.read(folder, from_here, target)
-    sizes = sweep.sweep(from_here, target, drafter, prompts, folder, tuned) if recipe.eval.batch_sizes else []
+    sizes = []
+    if recipe.eval.batch_sizes:
+        sizes = sweep.sweep(from_here, target, drafter, prompts, folder, tuned, calibrated=gates)
     harness.evaluate(
         recipe,
         target,

@@ -31,6 +31,7 @@ def sweep(
     folder: Path | None = None,
     known: tunings.Tuning | None = None,
     *,
+    calibrated: dict[str, Any] | None = None,
     warmup: Sequence[Prompt] | None = None,
     decode: Callable[..., Decoded] | None = None,
 ) -> list[Size]:
@@ -50,10 +51,10 @@ def sweep(
             tuned = known
         elif recipe.eval.tune and drafter is not None:
             with contextlib.suppress(NoRoom):  # measuring then finds the size that fits, untuned
-                tuned = tune.tuning(sized, target, drafter, spare, folder, decode)
+                tuned = tune.tuning(sized, target, drafter, spare, folder, decode, calibrated)
         elif recipe.eval.tune is None and folder is not None:
             tuned = tunings.read(folder, sized, target)
-        entries = [entry for entry in plan(sized, tuned, drafter is not None) if entry.timed]
+        entries = [entry for entry in plan(sized, tuned, drafter is not None, calibrated) if entry.timed]
         bench = harness.Bench(sized, target, drafter, entries, decode)
         sizes.append(_at(bench, spare, prompts) | {"choice": tunings.choice(tuned) if tuned else None})
         if bench.no_room:

@@ -30,7 +30,16 @@ from eval.filling import Filling
 from eval.matrix import SuccessorMatrix
 from eval.memory import by_halving, too_many, unpaused
 from eval.outcome import check_prompts, encode, in_dtype, longest_prompt, new_matrix, row_id, warmup_prompts
-from eval.plan import asked, at_batch, batch_sizes, check_settings, policies, refuse_unread, settings_of
+from eval.plan import (
+    asked,
+    at_batch,
+    batch_sizes,
+    check_settings,
+    own_gates,
+    policies,
+    refuse_unread,
+    settings_of,
+)
 from eval.results import environment
 from eval.settings import BLOCKED, GATED, PARALLEL, Settings
 from eval.trials import (
@@ -82,16 +91,18 @@ def tune(
     decode: Callable[..., Decoded] | None = None,
     budget: float = BUDGET_SECONDS,
     settings: Sequence[Settings] | None = None,
+    calibrated: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Measure, choose, and return the entry of tuned.json for the recipe's batch size and temperature.
 
-    The first prompts warm graft's matrix, the others are decoded; none of them may be among the measured ones.
+    The first prompts warm graft's matrix, the others are decoded; none of them may be among the measured ones. Without
+    `settings` the `candidates` are measured, by the gates of `calibrated` where there are any.
     """
     drafter, start = in_dtype(drafter, target.dtype), time.perf_counter()
     warm, batches = _prompts(recipe, target, prompts)
     decode = decode or _keeping(warm, batches)
     base = warm_matrix(target, drafter, recipe, warm, decode)
-    trials = trials_of(settings or candidates(recipe, target.device.type, drafter), base)
+    trials = trials_of(settings or candidates(recipe, target.device.type, drafter, calibrated), base)
     prompts_used = min(len(batches), sum(count for count, *_ in ROUNDS))
     print(f"tuning: {len(trials)} settings on {prompts_used} validation prompts or batches, about {budget:.0f} s")
     run = _runner(target, drafter, decode, base)
@@ -123,11 +134,12 @@ def tuning(
     prompts: Sequence[Prompt],
     folder: Path | None,
     decode: Callable[..., Decoded] | None = None,
+    calibrated: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What `eval.tune` left beside the drafter in `folder`, where it was measured on a machine like this; else `tune`,
     whose findings are not kept there."""
     found = tunings.read(folder, recipe, target) if folder is not None else None
-    return found or tune(recipe, target, drafter, prompts, decode=decode)
+    return found or tune(recipe, target, drafter, prompts, decode=decode, calibrated=calibrated)
 
 
 def race(
@@ -154,15 +166,15 @@ def measured_grid(
     drafter: Drafter,
     prompts: Sequence[Prompt],
     *,
+    settings: Sequence[Settings],
     tokens: int = GRID_TOKENS,
     decode: Callable[..., Decoded] | None = None,
-    settings: Sequence[Settings] | None = None,
 ) -> list[dict[str, Any]]:
-    """Every candidate on the same prompts, interleaved: what the tuner's choice is judged against. Fastest first."""
+    """Every setting on the same prompts, interleaved: what the tuner's choice is judged against. Fastest first."""
     drafter, (warm, batches) = in_dtype(drafter, target.dtype), _prompts(recipe, target, prompts)
     decode = decode or _keeping(warm, batches)
     base = warm_matrix(target, drafter, recipe, warm, decode)
-    trials = trials_of(settings or candidates(recipe, target.device.type, drafter), base)
+    trials = trials_of(settings, base)
     run = _runner(target, drafter, decode, base)
     trials = decoded_by(trials, run, batches[0], FIRST_TOKENS, book=False)
     with unpaused():
@@ -171,13 +183,20 @@ def measured_grid(
     return [trial.record() for trial in sorted(trials, key=lambda trial: -trial.speed)]
 
 
-def judged(recipe: Recipe, target: Target, drafter: Drafter, prompts: Sequence[Prompt], **given: Any) -> tunings.Tuning:
+def judged(
+    recipe: Recipe,
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Prompt],
+    settings: Sequence[Settings],
+    budget: float = BUDGET_SECONDS,
+) -> tunings.Tuning:
     """What `tune` finds, with the measured grid beside its choice and how far below the best of it that is."""
     decode = _keeping(*_prompts(recipe, target, prompts))
-    tuned = tune(recipe, target, drafter, prompts, decode=decode, **given)
+    tuned = tune(recipe, target, drafter, prompts, decode=decode, settings=settings, budget=budget)
     seconds = grid_seconds(recipe.eval, tuned)
     print(f"the grid: all {len(tuned['table'])} settings measured alike, about {seconds:.0f} s")
-    grid = measured_grid(recipe, target, drafter, prompts, decode=decode, settings=given.get("settings"))
+    grid = measured_grid(recipe, target, drafter, prompts, decode=decode, settings=settings)
     try:
         return tuned | {"grid": grid, "shortfall": shortfall(grid, tuned["chosen"])}
     except ValueError as error:  # memory did not hold the choice twice
@@ -195,8 +214,11 @@ def shortfall(grid: list[dict[str, Any]], chosen: dict[str, Any]) -> float:
     return 1 - tunings.of_grid(grid, chosen)["tokens_per_s"] / max(row["tokens_per_s"] for row in grid)
 
 
-def candidates(recipe: Recipe, device: str, drafter: Drafter | None = None) -> list[Settings]:
-    """`ar`, lines of a few lengths, and one set of tree budgets for eagle, prune and graft, within the recipe's."""
+def candidates(
+    recipe: Recipe, device: str, drafter: Drafter | None = None, calibrated: dict[str, Any] | None = None
+) -> list[Settings]:
+    """`ar`, lines of a few lengths, and one set of tree budgets for eagle, prune and graft, within the recipe's; with
+    the recipe's gates, or each with its own that were `calibrated`, and with higher ones."""
     e = recipe.eval
     names = [recipe.decoder] if recipe.decoder else list(dict.fromkeys(e.decoders))
     gpu = device == "cuda"
@@ -213,7 +235,8 @@ def candidates(recipe: Recipe, device: str, drafter: Drafter | None = None) -> l
         ways: list[dict[str, Any]] = policies(e) if name == "chain" else [{}]
         found += [settings_of(name, e, depth=k, nodes=k, **way) for way in ways for k in lengths.get(name, ())]
         if name in ("eagle", *GATED):
-            found += [settings_of(name, e, nodes=n, depth=d, branch=min(e.branch, n)) for n, d in shapes]
+            gates = own_gates(name, calibrated)
+            found += [settings_of(name, e, nodes=n, depth=d, branch=min(e.branch, n), **gates) for n, d in shapes]
         if name in ("talon", "recycle"):
             small = [(n, k) for n, k in WIDE if n <= e.nodes]
             found += [settings_of(name, e, nodes=n, branch=min(e.branch, k)) for n, k in small]
@@ -301,7 +324,7 @@ def _prompts(recipe: Recipe, target: Target, prompts: Sequence[Prompt]) -> tuple
 def main(recipe: Recipe) -> None:
     """`python -m eval.tune recipe=NAME drafter=DIR`: tune at each batch size, judge the choice on a grid, and look what
     longer contexts cost."""
-    from eval.run import check_models, drafter_folder, load, with_calibrated_gates
+    from eval.run import calibrated_gates, check_models, drafter_folder, load, with_calibrated_gates
 
     refuse_unread(recipe, "eval.tune", "prompts", "out")
     if recipe.decoder == "ar" or (not recipe.decoder and set(recipe.eval.decoders) <= {"ar"}):
@@ -317,14 +340,15 @@ def main(recipe: Recipe) -> None:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
     sizes = ", ".join(map(str, batch_sizes(recipe.eval)))
     print(f"tuning takes about {BUDGET_SECONDS:.0f} s and the grid several times that, at each batch size: {sizes}")
-    recipe = with_calibrated_gates(recipe)
+    gates, recipe = calibrated_gates(recipe), with_calibrated_gates(recipe)
     if recipe.dry_run:
         return
     target, drafter, _ = load(recipe)
     recipe, found = fitted(recipe, drafter), []
     for size in batch_sizes(recipe.eval):
         sized = at_batch(recipe, size)
-        tuned = judged(sized, target, drafter, prompts)
+        settings = candidates(sized, target.device.type, drafter, gates)
+        tuned = judged(sized, target, drafter, prompts, settings)
         found.append(tuned | {"contexts": contexts.by_context(sized, target, drafter, prompts, tuned)})
         tunings.write(folder, found[-1])
         print("\n".join([*tunings.grid_lines(found[-1]), *tunings.context_lines(found[-1])]))

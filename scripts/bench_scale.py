@@ -249,9 +249,9 @@ def launch(
         finally:
             end(process)
         said.seek(0)
-        lines = said.read().splitlines()
-        errors = [line for line in lines if line.startswith("error:")]  # a launcher's traces come behind it
-        raise UserError("\n".join([f"the training {why}", *errors, "its last lines:", *lines[-40:]]))
+        words = said.read().splitlines()
+        errors = [line for line in words if line.startswith("error:")]  # a launcher's traces come behind it
+        raise UserError("\n".join([f"the training {why}", *errors, "its last lines:", *words[-40:]]))
 
 
 def figures(lines: list[dict[str, Any]], shape: Shape, count: int, warm: int) -> dict[str, Any]:

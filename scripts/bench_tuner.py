@@ -18,7 +18,7 @@ from eval import tune, tunings
 from eval.drafters import fitted
 from eval.outcome import warmup_prompts
 from eval.plan import at_batch, batch_sizes, check_settings
-from eval.run import check_models, load, with_calibrated_gates
+from eval.run import calibrated_gates, check_models, load, with_calibrated_gates
 from eval.settings import Settings
 from recipes import loading
 from recipes.cli import told
@@ -39,11 +39,11 @@ def main(argv: list[str]) -> None:
     check_settings(recipe)
     check_models(recipe)
     target, drafter, _ = load(recipe)
-    recipe, lines = fitted(with_calibrated_gates(recipe), drafter), []
+    gates, recipe, lines = calibrated_gates(recipe), fitted(with_calibrated_gates(recipe), drafter), []
     for size in batch_sizes(recipe.eval):
         start, sized = time.perf_counter(), at_batch(recipe, size)
-        settings = thinned(tune.candidates(sized, target.device.type, drafter), int(own["settings"]))
-        found = tune.judged(sized, target, drafter, warmup_prompts(), budget=float(own["budget"]), settings=settings)
+        settings = thinned(tune.candidates(sized, target.device.type, drafter, gates), int(own["settings"]))
+        found = tune.judged(sized, target, drafter, warmup_prompts(), settings, float(own["budget"]))
         *grid, last = tunings.grid_lines(found)
         lines.append(f"{last} ({len(grid)} settings, {time.perf_counter() - start:.0f} s)")
         print("\n".join([*grid, lines[-1]]), flush=True)

@@ -48,7 +48,8 @@ def machine(rate: float) -> Callable[[int], FakeDecode]:
 def tuned(size: int, rate: float = 0.8, **changes: Any) -> dict[str, Any]:
     given = recipe(size, **changes)
     found = tune.tune(given, TARGET, DRAFTER, PROMPTS, decode=machine(rate)(size))
-    found["grid"] = tune.measured_grid(given, TARGET, DRAFTER, PROMPTS, decode=machine(rate)(size))
+    settings = tune.candidates(given, "cpu", DRAFTER)
+    found["grid"] = tune.measured_grid(given, TARGET, DRAFTER, PROMPTS, settings=settings, decode=machine(rate)(size))
     return found
 
 

@@ -135,7 +135,8 @@ def test_tuning_goes_on_where_memory_runs_out_later(capsys: pytest.CaptureFixtur
     tuned = tune.tune(recipe, TARGET, DRAFTER, fake_prompts(20), decode=Fills())
     assert "out of memory: eagle" in capsys.readouterr().out and tuned["chosen"]["decoder"] != "eagle"
     assert set(tuned["best"]) == {"chain", "graft"} and {row["decoder"] for row in tuned["table"]} >= {"ar", "graft"}
-    grid = tune.measured_grid(recipe, TARGET, DRAFTER, fake_prompts(20), decode=Fills())
+    settings = tune.candidates(recipe, "cpu")
+    grid = tune.measured_grid(recipe, TARGET, DRAFTER, fake_prompts(20), settings=settings, decode=Fills())
     assert {row["decoder"] for row in grid} == {"ar", "chain", "graft"}
     full = "ar"
     with pytest.raises(UserError, match="out of memory at batch 1"):

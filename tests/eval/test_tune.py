@@ -50,6 +50,11 @@ def tuned(decode: FakeDecode, **more: Any) -> dict[str, Any]:
     return tune.tune(fake_recipe(max_new_tokens=64), TARGET, DRAFTER, PROMPTS, decode=decode, **more)
 
 
+def measured(decode: FakeDecode) -> list[dict[str, Any]]:
+    settings = tune.candidates(fake_recipe(max_new_tokens=64), "cpu")
+    return tune.measured_grid(fake_recipe(), TARGET, DRAFTER, PROMPTS, settings=settings, decode=decode)
+
+
 def machine(rate: float, prices: tuple[float, float, float], noise: float = 0.0) -> FakeDecode:
     """A head that is right at `rate`, on a machine that asks (step, row, draft) ms."""
 
@@ -130,9 +135,17 @@ def test_every_graft_candidate_has_a_matrix_of_its_own() -> None:
     assert owners and all(len(settings) == 1 for settings in owners.values())
 
 
+def test_each_decoder_is_tried_with_the_gates_that_were_calibrated_for_it() -> None:
+    gates = {"graft": (0.1, 0.2, 0.3), "prune": (0.2, 0.1, 0.0)}
+    recipe = fake_recipe(decoders=["graft", "prune", "splice"], gates=[0.1, 0.2, 0.3])  # as eval.run passes it on
+    tried = {(s.decoder, s.gates) for s in tune.candidates(recipe, "cpu", calibrated={"gates": gates}) if s.drafts}
+    own = {(name, gates["prune" if name == "prune" else "graft"]) for name in ("graft", "prune", "splice")}
+    assert tried == own | {(name, tuple(min(0.9, tune.HIGHER_GATES * g) for g in low)) for name, low in own}
+
+
 def test_the_measured_grid_judges_the_choice() -> None:
     decode = machine(0.5, (27.0, 3.5, 3.0))
-    grid = tune.measured_grid(fake_recipe(max_new_tokens=64), TARGET, DRAFTER, PROMPTS, decode=decode)
+    grid = measured(decode)
     assert len(grid) == len(tune.candidates(fake_recipe(), "cpu"))
     assert [row["tokens_per_s"] for row in grid] == sorted((row["tokens_per_s"] for row in grid), reverse=True)
     assert tune.shortfall(grid, grid[0]) == 0
@@ -145,7 +158,7 @@ def test_the_time_of_the_grid_is_told_before_it_starts(
     """It takes longer than the tuning, whose time alone was told."""
     decode = machine(0.5, (27.0, 3.5, 3.0))
     monkeypatch.setattr(tune, "_keeping", lambda warm, batches: decode)
-    found = tune.judged(fake_recipe(max_new_tokens=64), TARGET, DRAFTER, PROMPTS)
+    found = tune.judged(fake_recipe(max_new_tokens=64), TARGET, DRAFTER, PROMPTS, tune.candidates(fake_recipe(), "cpu"))
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("the grid: "))
     settings = len(tune.candidates(fake_recipe(), "cpu"))
     real = sum(tune.GRID_BATCHES * tune.GRID_TOKENS / row["tokens_per_s"] for row in found["grid"])
@@ -155,7 +168,7 @@ def test_the_time_of_the_grid_is_told_before_it_starts(
 def test_the_grid_shows_why_speculation_is_off() -> None:
     prices = machine(0.1, (27.0, 20.0, 10.0))
     found = tuned(prices)
-    grid = tune.measured_grid(fake_recipe(max_new_tokens=64), TARGET, DRAFTER, PROMPTS, decode=prices)
+    grid = measured(prices)
     *rows, last = tunings.grid_lines(found | {"grid": grid, "shortfall": tune.shortfall(grid, found["chosen"])})
     assert rows[0].startswith("ar ") and rows[0].endswith(" 1.00 x ar")
     shares = [float(row.split()[-3]) for row in rows[1:]]
