@@ -1,16 +1,17 @@
 """What a round costs at contexts longer than the prompts that settings were chosen on.
 
 A longer context makes every row dearer, and a tree's rows more so than the one of plain decoding. Each decoder's best
-setting decodes a few rounds behind prompts of so many tokens, made of validation prompts end to end. The speed that is
-predicted there takes tokens a round from the tuner's own prompts: what an answer to the patched-up text accepts says
-nothing of real ones.
+setting decodes a few rounds behind prompts of so many tokens: validation prompts end to end, again and again where they
+are too few, and a whole one last. The speed that is predicted there takes tokens a round from the tuner's own prompts:
+what is accepted behind a patched-up text says nothing of real ones. Graft fills all places that its gates free, since
+its account begins so: a round of it may be cheaper in service.
 """
 
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, cycle, islice
+from itertools import chain
 from typing import Any
 
 from data_prep.prompts import Prompt
@@ -21,12 +22,17 @@ from eval.outcome import encode, in_dtype, longest_prompt, new_matrix
 from eval.plan import settings_of, tuned_shapes
 from eval.settings import Settings
 from models.target import Target
-from recipes.schema import Recipe
+from recipes.schema import EvalConfig, Recipe
 
-CONTEXTS = (512, 2048, 8192, 32768)  # those that the recipe takes are measured
-TOKENS, PASSES = 24, 3  # of an answer, and how often each decoder's turn comes
+CONTEXTS = (512, 2048, 8192, 32768)
+TOKENS, PASSES = 24, 2  # of an answer, and how often each decoder's turn comes
 
 Costs = dict[str, Any]  # context, and by decoder ms_per_round and tokens_per_s
+
+
+def within(target: Target, e: EvalConfig) -> list[int]:
+    """The contexts that are measured: those that the recipe and the target take."""
+    return [context for context in CONTEXTS if context <= longest_prompt(target, e)]
 
 
 def by_context(
@@ -38,42 +44,57 @@ def by_context(
     *,
     decode: Callable[..., Decoded] | None = None,
 ) -> list[Costs]:
-    """One entry a context, ascending, up to the longest that the recipe takes and memory holds: of `ar` and of the best
-    setting of each decoder, milliseconds of a (batch) round and predicted tokens/s of the full batch."""
-    e, best, found = recipe.eval, tuned["best"], list[Costs]()
+    """One entry a context, ascending, up to the longest that memory holds: of `ar`, of the setting that `tuned` chose
+    and of the best one of each other decoder, milliseconds of a (batch) round and predicted tokens/s of the full batch.
+    """
+    e, found, chosen = recipe.eval, list[Costs](), tuned["chosen"]
+    best = tuned["best"] | ({chosen["decoder"]: chosen} if chosen["decoder"] != "ar" else {})
     drafter, short = in_dtype(drafter, target.dtype), min(TOKENS, e.max_new_tokens)
     wanted = {"ar": settings_of("ar", e, max_new_tokens=short)}
     for name, row in best.items():
         shape = tuned_shapes({"best": {name: row}}, [name])[name]
         wanted[name] = settings_of(name, e, **shape, max_new_tokens=short)
     taus = {"ar": 1.0} | {name: row["tau"] for name, row in best.items()}
-    text = list(chain.from_iterable(encode(target, recipe, prompt) for prompt in prompts))
-    for context in (n for n in CONTEXTS if n <= longest_prompt(target, e)):
-        rows = [list(islice(cycle(text), 7 * row, 7 * row + context)) for row in range(e.batch_size)]
+    texts = [encode(target, recipe, prompt) for prompt in prompts]
+    for context in within(target, e):
+        print(f"rounds behind {context:,} tokens of context: {len(wanted)} decoders, batch {e.batch_size}", flush=True)
+        rows = [_patched(texts, row, context) for row in range(e.batch_size)]
         run = partial(_decoded, target, drafter, rows, decode or decode_keeping(context))
         costs = _costs(run, wanted)
+        if missing := [name for name in wanted if name not in costs]:
+            print(f"out of memory at {context:,} tokens of context, batch {e.batch_size}: {', '.join(missing)}")
         if "ar" not in costs:
-            print(f"out of memory at {context:,} tokens of context, batch {e.batch_size}")
             break
         speeds = {name: 1000 * e.batch_size * taus[name] / cost for name, cost in costs.items()}
         found.append({"context": context, "ms_per_round": costs, "tokens_per_s": speeds})
     return found
 
 
+def _patched(texts: list[list[int]], last: int, context: int) -> list[int]:
+    """So many tokens of the texts end to end, the `last` of them at the end and whole, if it is not longer."""
+    last %= len(texts)
+    line = list(chain.from_iterable([*texts[last + 1 :], *texts[: last + 1]]))
+    return (line * -(-context // len(line)))[-context:]
+
+
 def _decoded(
     target: Target, drafter: Drafter, rows: list[list[int]], decode: Callable[..., Decoded], settings: Settings
 ) -> Decoded:
+    """No row ends before the others, whatever it says: a round is one of the full batch."""
     matrix, helper = new_matrix(target) if settings.remembers else None, drafter if settings.drafts else None
-    return ready(partial(decode, target, helper, rows, settings, matrix=matrix, row_ids=[*range(len(rows))]), matrix)
+    ids = [*range(len(rows))]
+    return ready(partial(decode, target, helper, rows, settings, matrix=matrix, row_ids=ids, ends=frozenset()), matrix)
 
 
 def _costs(run: Callable[[Settings], Decoded], wanted: dict[str, Settings]) -> dict[str, float]:
-    """Median milliseconds of a round, the decoders taking turns; those that memory does not hold are left out."""
+    """Median milliseconds of a round, the decoders taking turns; those that memory does not hold, not even when what
+    others left in it is gone, are left out."""
     times: dict[str, list[float]] = defaultdict(list)
     with unpaused():
         for _ in range(PASSES):
             for name, settings in wanted.items():
-                decoded = attempt(partial(run, settings))
-                if decoded is not None and decoded.rounds_total:
-                    times[name].append(1000 * decoded.decode_seconds / decoded.rounds_total)
+                once = partial(run, settings)
+                decoded = attempt(once) or attempt(once)
+                if decoded is not None:
+                    times[name].append(1000 * decoded.decode_seconds / max(1, decoded.rounds_total))
     return {name: statistics.median(found) for name, found in times.items()}

@@ -99,18 +99,21 @@ def decode(
     engines: Engines | None = None,
     watch: Callable[[list[RowResult]], None] | None = None,
     slots: int = 0,
+    ends: frozenset[int] | None = None,
 ) -> Decoded:
     """Decode prompts (token ids, ragged) side by side, `slots` at a time (0: all): the next one takes the place of the
     first that ends. `matrix` is carried: `graft` and `recycle` read and update it in place; without one they start
     cold. `row_ids` name the prompts' noise at T > 0, so that an output does not depend on its batch. `engines` keeps
-    what is allocated and captured for the next call; `watch` sees the rows after prefill and after each round."""
+    what is allocated and captured for the next call; `watch` sees the rows after prefill and after each round. `ends`
+    are the tokens that end a row (None: the target's)."""
     ids, limit = row_ids or [*range(len(prompts))], settings.max_new_tokens
+    ends = target.eos_ids if ends is None else ends
     slots = min(slots, len(prompts)) or len(prompts)
     engine = (engines or Engines()).get(target, drafter, settings, slots, max(map(len, prompts)))
     clock, start, unready = Clock(target.device), time.perf_counter(), engine.steps.unready
 
     def begun(first: int) -> RowResult:
-        return RowResult([first], origins=["bonus"], done=first in target.eos_ids or limit <= 1)
+        return RowResult([first], origins=["bonus"], done=first in ends or limit <= 1)
 
     rows = [begun(first) for first in engine.prefill(prompts[:slots], ids[:slots], matrix)]
     clock.lap("prefill")
@@ -130,7 +133,7 @@ def decode(
             break
         for number, over, facts in zip(held, done, engine.round(clock, done), strict=True):
             if not over:
-                record(rows[number], facts, target.eos_ids, limit)
+                record(rows[number], facts, ends, limit)
         rounds += 1
     wall = time.perf_counter() - start
     engine.save(matrix)

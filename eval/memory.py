@@ -41,8 +41,11 @@ def attempt(run: Callable[[], T]) -> T | None:
     except (RuntimeError, MemoryError) as error:
         if not ran_out(error):
             raise
+    frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()  # only now: the error held the frames, and they the tensors
+    if frozen:
+        gc.freeze()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return None
@@ -61,7 +64,8 @@ def by_halving(slots: int, run: Callable[[int], T]) -> T:
 @contextmanager
 def unpaused() -> Iterator[None]:
     """Python's collector leaves alone what is there already: to go through all of torch's and transformers' objects
-    takes it 0.2 s, some six prompts' time on a GPU, which would be charged to whichever decoder runs just then."""
+    takes it 0.2 s, which is some prompts' time on a GPU and would be charged to whichever decoder runs just then."""
+    gc.collect()
     gc.freeze()
     try:
         yield

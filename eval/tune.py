@@ -339,7 +339,8 @@ def main(recipe: Recipe) -> None:
     if recipe.dry_run:
         print(OmegaConf.to_yaml(OmegaConf.structured(recipe)))
     sizes = ", ".join(map(str, batch_sizes(recipe.eval)))
-    print(f"tuning takes about {BUDGET_SECONDS:.0f} s and the grid several times that, at each batch size: {sizes}")
+    grid = f"the grid several times that, and rounds behind at most {recipe.eval.max_prompt:,} tokens a while longer"
+    print(f"tuning takes about {BUDGET_SECONDS:.0f} s, {grid}, at each batch size: {sizes}")
     gates, recipe = calibrated_gates(recipe), with_calibrated_gates(recipe)
     if recipe.dry_run:
         return
@@ -349,9 +350,11 @@ def main(recipe: Recipe) -> None:
         sized = at_batch(recipe, size)
         settings = candidates(sized, target.device.type, drafter, gates)
         tuned = judged(sized, target, drafter, prompts, settings)
+        tunings.write(folder, tuned)  # should what follows be ended
+        print("\n".join(tunings.grid_lines(tuned)), flush=True)
         found.append(tuned | {"contexts": contexts.by_context(sized, target, drafter, prompts, tuned)})
         tunings.write(folder, found[-1])
-        print("\n".join([*tunings.grid_lines(found[-1]), *tunings.context_lines(found[-1])]))
+        print("\n".join(tunings.context_lines(found[-1])), flush=True)
     if isinstance(drafter, FlexDraft):
         print("\n".join(tunings.crossover(found)))
     print(f"written to {folder / tunings.FILE}")

@@ -122,14 +122,14 @@ def context_lines(tuning: Tuning) -> list[str]:
     for row in tuning.get("contexts", []):
         speeds, context = row["tokens_per_s"], int(row["context"])
         costs = ", ".join(f"{name} {ms:.2f}" for name, ms in row["ms_per_round"].items())
-        shares = [f"{name} {speed / speeds['ar']:.2f} x" for name, speed in speeds.items() if name != "ar"]
-        told.append(f"At {context:,} tokens of context, ms a round: {costs}; predicted: {', '.join(shares)} ar.")
-        loses += [context] if speeds.get(chosen, 0.0) < speeds["ar"] else []
-    if loses:
+        shares = ", ".join(f"{name} {speed / speeds['ar']:.2f} x" for name, speed in speeds.items() if name != "ar")
         told.append(
-            f"{chosen} was chosen on shorter prompts: at {loses[0]:,} tokens of context plain decoding is faster."
+            f"At {context:,} tokens of context, ms a round: {costs}" + f"; predicted: {shares} ar" * bool(shares)
         )
-    return told
+        loses += [context] if chosen in speeds and speeds[chosen] < speeds["ar"] else []
+    if loses:
+        told.append(f"{chosen} was chosen on shorter prompts: at {loses[0]:,} tokens plain decoding is faster")
+    return [f"{line}." for line in told]
 
 
 def of_grid(grid: list[dict[str, Any]], chosen: dict[str, Any]) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _entries(path: Path) -> dict[str, Tuning] | None:
         for name, tuning in found["entries"].items():
             _check_entry(name, tuning)
         return dict(found["entries"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, ArithmeticError) as error:
         raise _foreign(path, error) from error
 
 

@@ -217,6 +217,12 @@ def end(process: subprocess.Popen[str]) -> None:
             process.wait(patience)
 
 
+def leave(*_: Any) -> None:
+    """Asked to end: the training that is under way is ended too, once and in peace."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit("asked to end")
+
+
 def launch(
     recipe: Path, shape: Shape, backend: str, count: int, work: Path, options: dict[str, str]
 ) -> tuple[list[dict[str, Any]], float]:
@@ -251,7 +257,7 @@ def launch(
         said.seek(0)
         words = said.read().splitlines()
         errors = [line for line in words if line.startswith("error:")]  # a launcher's traces come behind it
-        raise UserError("\n".join([f"the training {why}", *errors, "its last lines:", *words[-40:]]))
+        raise UserError("\n".join([f"the training {why}", *dict.fromkeys(errors), "its last lines:", *words[-40:]]))
 
 
 def figures(lines: list[dict[str, Any]], shape: Shape, count: int, warm: int) -> dict[str, Any]:
@@ -366,5 +372,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("asked to end"))  # which ends the training that is under way
+    signal.signal(signal.SIGTERM, leave)
     told(lambda: main(sys.argv[1:]))

@@ -69,6 +69,7 @@ class FakeDecode:
         matrix: Any = None,
         row_ids: Any = None,
         slots: int = 0,
+        ends: frozenset[int] | None = None,
     ) -> Decoded:
         assert row_ids is not None and len(row_ids) == len(prompts)
         assert (drafter is not None) == settings.drafts
