@@ -330,6 +330,8 @@ def main(recipe: Recipe) -> None:
     if recipe.decoder == "ar" or (not recipe.decoder and set(recipe.eval.decoders) <= {"ar"}):
         which = "decoder=ar" if recipe.decoder else f"eval.decoders=[{','.join(recipe.eval.decoders)}]"
         raise UserError(f"{which}: plain decoding has nothing to tune. Name another, or leave it out")
+    if recipe.eval.max_new_tokens < 2:
+        raise UserError("eval.max_new_tokens=1: that token is prefill's, and no round is left to time. Give 2 or more")
     check_settings(recipe)
     source, prompts = check_models(recipe), warmup_prompts()
     folder = check_writable(drafter_folder(recipe))  # tuned.json belongs beside the drafter

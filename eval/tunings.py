@@ -30,6 +30,9 @@ KEYS = (
     "cost_curve",
 )  # of an entry, at least
 
+MOST = 1e12  # of any figure
+SURELY = 0.95  # of ar's speed: what two passes can tell from it
+
 Tuning = dict[str, Any]
 
 
@@ -126,7 +129,7 @@ def context_lines(tuning: Tuning) -> list[str]:
         told.append(
             f"At {context:,} tokens of context, ms a round: {costs}" + f"; predicted: {shares} ar" * bool(shares)
         )
-        loses += [context] if chosen in speeds and speeds[chosen] < speeds["ar"] else []
+        loses += [context] if chosen in speeds and speeds[chosen] < SURELY * speeds["ar"] else []
     if loses:
         told.append(f"{chosen} was chosen on shorter prompts: at {loses[0]:,} tokens plain decoding is faster")
     return [f"{line}." for line in told]
@@ -190,6 +193,13 @@ def _check_entry(entry: str, tuning: Tuning) -> None:
     missing = [key for key in KEYS if key not in tuning]
     if missing or _name_of(tuning) != entry:
         raise ValueError(f"{entry}: {', '.join(missing) or 'its name'} is missing or wrong")
+    for row in tuning.get("contexts", []):
+        tables = row["ms_per_round"], row["tokens_per_s"]
+        figures = [row["context"], *(figure for table in tables for figure in table.values())]
+        if not all(type(figure) in (int, float) and 0 < figure < MOST for figure in figures):
+            raise ValueError(f"{entry}: contexts hold what is no time and no speed")
+        if not all("ar" in table and set(table) <= set(DECODERS) for table in tables):
+            raise ValueError(f"{entry}: contexts name other decoders")
     lines(tuning)  # raises where the report would, hours later
     if not all(key in tuning["measured_on"] for key in ("device", "hardware", "dtype", "threads")):
         raise ValueError(f"{entry}: measured_on is not whole")

@@ -65,12 +65,18 @@ def words(
         wrong = [part for part in value.split(",") if known and part not in known]
         if wrong:
             raise UserError(f"{key}={value}: {wrong[0]!r} is none of {', '.join(known)}")
-        if defaults[key].isdigit() and not (value.isdigit() and int(value) >= least):
-            raise UserError(f"{key}={value}: must be a whole number, {least} or more")
+        if defaults[key].isdigit() and not whole(value, least):
+            raise UserError(f"{key}={value}: must be a whole number, {least} or more, of at most nine digits")
         if key == "out" and value and not Path(value).absolute().parent.is_dir():
             raise UserError(f"out={value}: there is no folder {Path(value).absolute().parent}")
+        if key == "out" and Path(value).is_dir() and value:
+            raise UserError(f"out={value} is a folder; give the name of a file")
         found[key] = value
     return found
+
+
+def whole(word: str, least: int) -> bool:
+    return word.isascii() and word.isdigit() and len(word) < 10 and int(word) >= least
 
 
 def usage() -> str:

@@ -35,8 +35,8 @@ import torch
 from omegaconf import OmegaConf
 
 from models.device import choose_device
-from recipes.cli import told, words
-from recipes.files import write_json
+from recipes.cli import told, whole, words
+from recipes.files import make_folder, write_json
 from recipes.schema import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,6 +45,8 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
 )
 BACKENDS = sorted(path.stem for path in (ROOT / "recipes" / "accelerate").glob("*.yaml"))
+ENDS = (signal.SIGTERM, signal.SIGHUP)  # what asks this script to end, besides Ctrl-C
+LEAST_TOKENS = 64  # of a step: rows are an eighth of it, and a row must hold a question and an answer
 SHARD = 2**31  # elements of a file of weights, at most: 4 GiB
 
 
@@ -219,7 +221,8 @@ def end(process: subprocess.Popen[str]) -> None:
 
 def leave(*_: Any) -> None:
     """Asked to end: the training that is under way is ended too, once and in peace."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for sign in ENDS:
+        signal.signal(sign, signal.SIG_IGN)
     sys.exit("asked to end")
 
 
@@ -310,7 +313,7 @@ def counts_of(words: str, device: torch.device) -> list[int]:
     """The wanted numbers of processes that this machine has a card, or a core, each for; UserError where it has for
     none."""
     there = torch.cuda.device_count() if device.type == "cuda" else os.cpu_count() or 1
-    wrong = [word for word in words.split(",") if not (word.isdigit() and int(word))]
+    wrong = [word for word in words.split(",") if not whole(word, 1)]
     if wrong:
         raise UserError(f"processes={words}: {wrong[0]!r} must be a whole number, 1 or more")
     counts = [count for count in map(int, words.split(",")) if count <= there]
@@ -356,6 +359,10 @@ def main(argv: list[str]) -> None:
     options = words(argv, options, str(__doc__), known, "steps every timeout")
     if int(options["steps"]) < int(options["warm"]) + int(options["every"]):
         raise UserError("steps must be at least warm + every: else no line is left to take the median of")
+    if 0 < int(options["tokens"]) < LEAST_TOKENS:
+        raise UserError(f"tokens={options['tokens']}: a step needs at least {LEAST_TOKENS} tokens (0: the shape's own)")
+    if options["work"]:
+        make_folder(Path(options["work"]))
     device = choose_device(options["device"])
     counts, card = counts_of(options["processes"], device), hardware(device)
     print(f"{card}, torch {torch.__version__}", flush=True)
@@ -372,5 +379,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, leave)
+    for sign in ENDS:
+        signal.signal(sign, leave)
     told(lambda: main(sys.argv[1:]))

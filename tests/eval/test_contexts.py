@@ -126,12 +126,35 @@ def test_what_others_left_in_memory_is_no_reason() -> None:
     assert {*measured(tuned(), Growing(held))[0]["tokens_per_s"]} == {"ar", "chain", "eagle"}
 
 
-@pytest.mark.parametrize("damage", [None, "none", [7], [{"context": 512}], "ar"])
+def test_a_context_that_cannot_be_told_from_plain_decoding_is_no_loss() -> None:
+    found, speeds = tuned(), {"ar": 100.0, "chain": 96.0}
+    found["chosen"] = found["best"]["chain"]
+    found["contexts"] = [{"context": 512, "ms_per_round": speeds, "tokens_per_s": speeds}]
+    assert len(tunings.context_lines(found)) == 1
+    speeds["chain"] = 94.0
+    assert len(tunings.context_lines(found)) == 2
+
+
+WHOLE = {"context": 512, "ms_per_round": {"ar": 1.0}, "tokens_per_s": {"ar": 1.0}}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        None,
+        "none",
+        [7],
+        [{"context": 512}],
+        [WHOLE | {"context": "512"}],
+        [WHOLE | {"context": -1}],
+        [WHOLE | {"tokens_per_s": {"ar": 0}}],
+        [WHOLE | {"tokens_per_s": {"chain": 2.0}}],
+        [WHOLE | {"ms_per_round": {"ar": float("nan")}}],
+        [WHOLE | {"ms_per_round": {"ar": 1.0, "# a heading": 1.0}}],
+    ],
+)
 def test_damaged_contexts_are_refused_before_anything_is_measured(tmp_path: Path, damage: Any) -> None:
-    found = tuned() | {"drafter": ""}
-    found["contexts"] = measured(found, Growing()) if damage == "ar" else damage
-    if damage == "ar":
-        found["contexts"][0]["tokens_per_s"]["ar"] = 0
+    found = tuned() | {"drafter": "", "contexts": damage}
     path = tmp_path / tunings.FILE
     path.write_text(json.dumps({"schema": tunings.SCHEMA, "entries": {"batch 1, T = 0": found}}))
     with pytest.raises(UserError, match=r"tuned\.json is not a tuned\.json of ours"):

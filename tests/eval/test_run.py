@@ -146,6 +146,9 @@ def test_plain_decoding_has_nothing_to_tune(world: World, capsys: pytest.Capture
     with pytest.raises(SystemExit) as stop:
         entry(tune.main, world.beside("decoder=ar"))
     assert stop.value.code == 2 and "has nothing to tune" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        entry(tune.main, world.beside("eval.max_new_tokens=1"))
+    assert stop.value.code == 2 and "no round is left to time" in capsys.readouterr().err
 
 
 def test_a_broken_prompt_line_is_named(world: World, capsys: pytest.CaptureFixture[str]) -> None:

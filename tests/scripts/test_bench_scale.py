@@ -65,6 +65,14 @@ def test_keys_are_checked() -> None:
         bench_scale.main(["size=3"])
     with pytest.raises(UserError, match="at least warm"):
         bench_scale.main(["steps=10"])
+    with pytest.raises(UserError, match="a step needs at least 64 tokens"):
+        bench_scale.main(["tokens=7"])
+    with pytest.raises(UserError, match="steps=²: must be a whole number"):
+        bench_scale.main(["steps=²"])
+    with pytest.raises(UserError, match="is a folder"):
+        bench_scale.main([f"out={Path(__file__).parent}"])
+    with pytest.raises(UserError, match="it is a file"):
+        bench_scale.main(["device=cpu", f"work={__file__}"])
     with pytest.raises(UserError, match=r"backends=ddp,zero9: 'zero9' is none of ddp, zero1, zero2, .*zero3"):
         bench_scale.main(["backends=ddp,zero9"])
     with pytest.raises(UserError, match="device=gpu: 'gpu' is none of auto, cpu, cuda"):
