@@ -89,12 +89,14 @@ def _decoded(
 def _costs(run: Callable[[Settings], Decoded], wanted: dict[str, Settings]) -> dict[str, float]:
     """Median milliseconds of a round, the decoders taking turns; those that memory does not hold, not even when what
     others left in it is gone, are left out."""
-    times: dict[str, list[float]] = defaultdict(list)
+    times, left = defaultdict[str, list[float]](list), dict(wanted)
     with unpaused():
         for _ in range(PASSES):
-            for name, settings in wanted.items():
+            for name, settings in [*left.items()]:
                 once = partial(run, settings)
                 decoded = attempt(once) or attempt(once)
-                if decoded is not None:
+                if decoded is None:
+                    del left[name]
+                else:
                     times[name].append(1000 * decoded.decode_seconds / max(1, decoded.rounds_total))
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(times[name]) for name in left}

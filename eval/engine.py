@@ -7,6 +7,7 @@ B rows, N nodes, D path positions, T prompt positions, C tap width, V vocabulary
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -97,6 +98,12 @@ class Verified:
     depths: Tensor | None
 
 
+def drafting_noise(seed: int, row_ids_B: Tensor, cache: KVCache, count: int) -> Tensor:
+    """Uniforms of a round [B, count], by (seed, row, position) as those of `Engine.choose`, but apart from them."""
+    places = cache.lengths.unsqueeze(1) * count + torch.arange(count, device=row_ids_B.device)
+    return uniforms(seed + SAMPLED, row_ids_B.unsqueeze(1), places)
+
+
 class Engine:
     """One decoder on as many rows as its caches have; they may be shared with engines that never run at once."""
 
@@ -118,7 +125,8 @@ class Engine:
         self.alive = drafting.alive_B if isinstance(drafting, EagleDrafting) else alone
         self.index = torch.arange(rows, device=device)
         self.rule = rule_of(settings)
-        self.proposer = proposer(settings, self.roots, self.fixed, drafting, target.vocab_size, self.noise)
+        noise = partial(drafting_noise, settings.seed, self.row_ids, cache)  # holds no engine: no cycle keeps caches
+        self.proposer = proposer(settings, self.roots, self.fixed, drafting, target.vocab_size, noise)
         guard(self.rule, self.proposer.peeks)
         self.matrix = self.proposer.matrix
         self._waiting: tuple[Verified, Tensor, Tensor, list[int]] | None = None
@@ -131,11 +139,6 @@ class Engine:
             return best(logits)
         ids = self.row_ids[rows].view(-1, *[1] * (positions.dim() - 1))
         return sample(logits, s.temperature, s.top_k, s.top_p, uniforms(s.seed, ids, positions))
-
-    def noise(self, count: int) -> Tensor:
-        """Uniforms of this round [B, count], by (seed, row, position) as well, but apart from those of `choose`."""
-        places = self.cache.lengths.unsqueeze(1) * count + torch.arange(count, device=self.roots.device)
-        return uniforms(self.settings.seed + SAMPLED, self.row_ids.unsqueeze(1), places)
 
     @torch.no_grad()
     def prefill(self, prompts: list[list[int]], row_ids: list[int], matrix: SuccessorMatrix | None) -> list[int]:

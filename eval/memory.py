@@ -65,7 +65,6 @@ def by_halving(slots: int, run: Callable[[int], T]) -> T:
 def unpaused() -> Iterator[None]:
     """Python's collector leaves alone what is there already: to go through all of torch's and transformers' objects
     takes it 0.2 s, which is some prompts' time on a GPU and would be charged to whichever decoder runs just then."""
-    gc.collect()
     gc.freeze()
     try:
         yield

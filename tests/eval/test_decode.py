@@ -1,6 +1,8 @@
 """The decoding loop: its books, where it ends, and how much it verifies a round."""
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -208,6 +210,24 @@ def test_no_round_verifies_more_than_the_budget(
 def test_gates_deeper_than_the_tree_are_dropped(target: Target, drafter: Eagle3, prompts: list[list[int]]) -> None:
     found = run(target, drafter, prompts, Settings("graft", 8, depth=2, branch=4, nodes=12, gates=(0.0, 0.0, 1.0)))
     assert all(row.stages["none"] == row.rounds for row in found.rows)
+
+
+@pytest.mark.parametrize("settings", [*SETTINGS, Settings("chain", NEW, 1.0, depth=3, draft_temperature=1.0)], ids=name)
+def test_an_engine_goes_without_a_collection(
+    tiny_target: Callable[..., Any], prompts: list[list[int]], settings: Settings
+) -> None:
+    """Its caches are most of a GPU's memory, and while decoders are timed nothing is collected."""
+    target = tiny_target("llama")
+    engines, drafter = Engines(), tiny_drafter(target) if settings.drafts else None
+    gc.disable()
+    try:
+        decode(target, drafter, prompts, settings, engines=engines)
+        engine = weakref.ref(engines.get(target, drafter, settings, len(prompts), max(map(len, prompts))))
+        assert engine() is not None
+        del engines
+        assert engine() is None
+    finally:
+        gc.enable()
 
 
 def test_a_carried_matrix_is_read_and_updated(tiny_target: Callable[..., Any], prompts: list[list[int]]) -> None:
