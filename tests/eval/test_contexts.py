@@ -1,5 +1,7 @@
 """Costs by context, against a decoder whose price grows with its prompts."""
 
+import copy
+import functools
 import gc
 import json
 from collections.abc import Callable
@@ -43,8 +45,13 @@ class Growing(FakeDecode):
         return super().__call__(target, drafter, prompts, settings, *given, **more)
 
 
-def tuned(size: int = 1) -> dict[str, Any]:
+@functools.cache
+def choice(size: int) -> dict[str, Any]:
     return tune.tune(recipe(size), TARGET, DRAFTER, PROMPTS, decode=Growing())
+
+
+def tuned(size: int = 1) -> dict[str, Any]:
+    return copy.deepcopy(choice(size))
 
 
 def measured(found: dict[str, Any], decode: FakeDecode, size: int = 1) -> list[dict[str, Any]]:
