@@ -22,17 +22,12 @@ from eval.outcome import encode, in_dtype, longest_prompt, new_matrix
 from eval.plan import settings_of, tuned_shapes
 from eval.settings import Settings
 from models.target import Target
-from recipes.schema import EvalConfig, Recipe
+from recipes.schema import Recipe
 
 CONTEXTS = (512, 2048, 8192, 32768)
 TOKENS, PASSES = 24, 2  # of an answer, and how often each decoder's turn comes
 
 Costs = dict[str, Any]  # context, and by decoder ms_per_round and tokens_per_s
-
-
-def within(target: Target, e: EvalConfig) -> list[int]:
-    """The contexts that are measured: those that the recipe and the target take."""
-    return [context for context in CONTEXTS if context <= longest_prompt(target, e)]
 
 
 def by_context(
@@ -56,7 +51,7 @@ def by_context(
         wanted[name] = settings_of(name, e, **shape, max_new_tokens=short)
     taus = {"ar": 1.0} | {name: row["tau"] for name, row in best.items()}
     texts = [encode(target, recipe, prompt) for prompt in prompts]
-    for context in within(target, e):
+    for context in (tokens for tokens in CONTEXTS if tokens <= longest_prompt(target, e)):
         print(f"rounds behind {context:,} tokens of context: {len(wanted)} decoders, batch {e.batch_size}", flush=True)
         rows = [_patched(texts, row, context) for row in range(e.batch_size)]
         run = partial(_decoded, target, drafter, rows, decode or decode_keeping(context))

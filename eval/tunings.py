@@ -126,9 +126,8 @@ def context_lines(tuning: Tuning) -> list[str]:
         speeds, context = row["tokens_per_s"], int(row["context"])
         costs = ", ".join(f"{name} {ms:.2f}" for name, ms in row["ms_per_round"].items())
         shares = ", ".join(f"{name} {speed / speeds['ar']:.2f} x" for name, speed in speeds.items() if name != "ar")
-        told.append(
-            f"At {context:,} tokens of context, ms a round: {costs}" + f"; predicted: {shares} ar" * bool(shares)
-        )
+        predicted = f"; predicted: {shares} ar" if shares else ""
+        told.append(f"At {context:,} tokens of context, ms a round: {costs}{predicted}")
         loses += [context] if chosen in speeds and speeds[chosen] < SURELY * speeds["ar"] else []
     if loses:
         told.append(f"{chosen} was chosen on shorter prompts: at {loses[0]:,} tokens plain decoding is faster")

@@ -258,9 +258,9 @@ def launch(
         finally:
             end(process)
         said.seek(0)
-        words = said.read().splitlines()
-        errors = [line for line in words if line.startswith("error:")]  # a launcher's traces come behind it
-        raise UserError("\n".join([f"the training {why}", *dict.fromkeys(errors), "its last lines:", *words[-40:]]))
+        output = said.read().splitlines()
+        errors = [line for line in output if line.startswith("error:")]  # a launcher's traces come behind it
+        raise UserError("\n".join([f"the training {why}", *dict.fromkeys(errors), "its last lines:", *output[-40:]]))
 
 
 def figures(lines: list[dict[str, Any]], shape: Shape, count: int, warm: int) -> dict[str, Any]:
