@@ -184,11 +184,12 @@ def choose(recipe: Recipe) -> Recipe:
 
 def tuned_settings(recipe: Recipe, folder: Path, target: Target) -> Settings:
     """The decoder's settings, in the tuner's shape where a tuned.json of this machine lies beside the drafter."""
-    as_tuned = with_calibrated_gates(at_batch(recipe, 1))
+    gates = calibrated_gates(recipe)
+    as_tuned = with_calibrated_gates(at_batch(recipe, 1), gates)
     tuned = None if recipe.eval.tune is False else tunings.read(folder, as_tuned, target)
     if tuned is not None and not tuned["speculate"]:
         print("note: the tuner found nothing surely faster than plain decoding (decoder=ar) on this machine")
-    entries = plan(recipe, tuned, calibrated=calibrated_gates(recipe))
+    entries = plan(recipe, tuned, calibrated=gates)
     return next(e.settings for e in entries if e.label == recipe.decoder)
 
 

@@ -50,7 +50,7 @@ def evaluate(recipe: Recipe, prompts: list[Prompt], gates: dict[str, Any] | None
         return
     target, drafter, folder = load(recipe)
     recipe = fitted(recipe, drafter)
-    from_here, tuned = with_calibrated_gates(recipe), None  # the tuner tries these gates
+    from_here, tuned = with_calibrated_gates(recipe, gates), None  # the tuner tries these gates
     if recipe.eval.tune:
         spare = disjoint(warmup_prompts(), prompts)
         tuned = tune.tuning(from_here, target, drafter, spare, folder, calibrated=gates)
@@ -83,9 +83,8 @@ def with_gates(recipe: Recipe, gates: Sequence[float]) -> Recipe:
     return replace(recipe, eval=replace(recipe.eval, gates=list(gates)))
 
 
-def with_calibrated_gates(recipe: Recipe) -> Recipe:
-    """The recipe as the tuner takes it: graft's gates are those that lie beside the drafter, if any do."""
-    gates = calibrated_gates(recipe)
+def with_calibrated_gates(recipe: Recipe, gates: dict[str, Any] | None) -> Recipe:
+    """The recipe as the tuner takes it: graft's gates are the `calibrated_gates`, if there are any."""
     return recipe if gates is None else with_gates(recipe, gates["gates"]["graft"])
 
 

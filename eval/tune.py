@@ -343,7 +343,8 @@ def main(recipe: Recipe) -> None:
     sizes = ", ".join(map(str, batch_sizes(recipe.eval)))
     grid = f"the grid several times that, and rounds behind at most {recipe.eval.max_prompt:,} tokens a while longer"
     print(f"tuning takes about {BUDGET_SECONDS:.0f} s, {grid}, at each batch size: {sizes}")
-    gates, recipe = calibrated_gates(recipe), with_calibrated_gates(recipe)
+    gates = calibrated_gates(recipe)
+    recipe = with_calibrated_gates(recipe, gates)
     if recipe.dry_run:
         return
     target, drafter, _ = load(recipe)

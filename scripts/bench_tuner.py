@@ -39,7 +39,8 @@ def main(argv: list[str]) -> None:
     check_settings(recipe)
     check_models(recipe)
     target, drafter, _ = load(recipe)
-    gates, recipe, lines = calibrated_gates(recipe), fitted(with_calibrated_gates(recipe), drafter), []
+    gates = calibrated_gates(recipe)
+    recipe, lines = fitted(with_calibrated_gates(recipe, gates), drafter), []
     for size in batch_sizes(recipe.eval):
         start, sized = time.perf_counter(), at_batch(recipe, size)
         settings = thinned(tune.candidates(sized, target.device.type, drafter, gates), int(own["settings"]))
