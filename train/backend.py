@@ -49,6 +49,9 @@ def make_accelerator(device: torch.device, clip: float) -> Accelerator:
         unset_hf_deepspeed_config()  # by which transformers would partition a target that is loaded under ZeRO-3
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         config["gradient_clipping"] = clip
+        if clips_parts(accelerator):
+            config["gradient_clipping"], config["zero_optimization"]["compute_grad_norm"] = 0.0, False
+        config["timers"] = {"throughput": {"enabled": False}}  # it waits for the GPU twice a step
         config["gradient_accumulation_steps"] = 1  # the loop divides by itself
         config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed wants a number; the loop batches
         config["zero_force_ds_cpu_optimizer"] = False  # torch's fused AdamW is as good there and compiles nothing
@@ -74,6 +77,23 @@ def offloads(accelerator: Accelerator) -> bool:
         return False
     zero = accelerator.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
     return bool(zero.get("offload_optimizer", {}).get("device", "none") != "none")
+
+
+def clips_parts(accelerator: Accelerator) -> bool:
+    """Whether `clip_parts` clips and not DeepSpeed, which reads the norm on the host: that waits until a GPU has done
+    all it was given, and under a small target the GPU then waits for the host."""
+    return zero_stage(accelerator) in (1, 2) and not offloads(accelerator)
+
+
+def clip_parts(engine: Any, clip: float) -> Tensor:
+    """Under ZeRO-1 and 2, between backward and step: scale this process's part of the averaged gradients so that their
+    norm over all processes is at most `clip`; returns that norm before."""
+    parts = [part for group in engine.optimizer.averaged_gradients.values() for part in group]
+    square = torch.nn.utils.get_total_norm(parts).square()
+    torch.distributed.all_reduce(square)
+    norm = square.sqrt()
+    torch._foreach_mul_(parts, (clip / (norm + 1e-6)).clamp(max=1.0))
+    return norm
 
 
 def make_optimizer(objective: Objective, cfg: TrainConfig, fused: bool = False) -> torch.optim.AdamW:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from data_prep.rows import Rows
 from recipes.schema import Recipe, TrainConfig, UserError
-from train.backend import fill, gather, make_optimizer, offloads, restore_optimizer, zero_stage
+from train.backend import clip_parts, clips_parts, fill, gather, make_optimizer, offloads, restore_optimizer, zero_stage
 from train.batches import Pack, Schedule, Step, Usage, deal, load_batch
 from train.checkpoint import State, Store
 from train.guard import LOOK, Guard, keep_batch
@@ -210,8 +210,9 @@ class Loop:
 
     def _update(self) -> Any:
         if self.engine is not None:
-            self.engine.step()  # clips, steps and clears
-            return self.engine.get_global_grad_norm()
+            norm = clip_parts(self.engine, self.cfg.clip) if clips_parts(self.accelerator) else None
+            self.engine.step()  # steps and clears; clips where that is its own
+            return self.engine.get_global_grad_norm() if norm is None else norm
         norm = torch.nn.utils.clip_grad_norm_(self.objective.drafter.parameters(), self.cfg.clip)
         self.wrapped.step()
         self.wrapped.zero_grad()
