@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from data_prep.supervision import supervised
+from data_prep.supervision import supervised, teaching
 from models.attention import Documents, sent
 from models.eagle3 import Eagle3
 from models.target import Target
@@ -173,9 +173,7 @@ class UnrollLoss(Objective):
         """Which slots count is read off the answer marks on the host, so that nothing on a GPU waits for it."""
         documents = Documents(batch.lengths, self.target.device)
         ids_T, supervised_ST = batch.ids_T, supervised(batch.answer_T, self.steps)
-        teaches_T = torch.zeros_like(ids_T, dtype=torch.bool)
-        for i, supervised_T in enumerate(supervised_ST):
-            teaches_T[1 + i :] |= supervised_T[: max(0, len(ids_T) - 1 - i)]
+        teaches_T = teaching(batch.answer_T)
         if not teaches_T.any():
             teaches_T[0] = True
         slots = select(ids_T, supervised_ST, teaches_T.cumsum(0) - 1, documents)
