@@ -1,14 +1,16 @@
 """Weak scaling of online EAGLE-3 training: tokens a second on one, two and four GPUs at the same batch a GPU.
 
     python scripts/bench_scale.py [shapes=smollm2,qwen3-8b] [backends=ddp,zero2] [processes=1,2,4] [tokens=0] [steps=30]
-        [warm=10] [every=5] [work=FOLDER] [timeout=150] [device=auto] [out=FILE.json]
+        [warm=10] [every=5] [starts=1] [work=FOLDER] [timeout=150] [device=auto] [out=FILE.json]
 
 Each arm is a training of its own, started as a user starts it: `accelerate launch --config_file
 recipes/accelerate/BACKEND.yaml --num_processes N train/eagle.py ...`, on a target of random weights and made-up rows of
 `tokens` a GPU and step (0: 16384 for smollm2, 8192 for qwen3-8b), answers three quarters of them. Targets and data are
 made once, in `work` (kept; without it a temporary folder), and nothing of that is timed. What is printed are medians of
 the lines of metrics.jsonl behind the first `warm` steps, each over `every` steps; once `steps` are logged the training
-is ended, before it would save and evaluate. A small target gets faster for some hundred steps: steps=200 warm=100.
+is ended, before it would save and evaluate. A small target gets faster for some hundred steps, and one start may be
+half as fast again as the next, its step being the host's: steps=200 warm=100 starts=3. All arms take turns `starts`
+times then, and an arm's medians are over the lines of all its starts.
 `other` is the share of the time in which neither model computes on the first process's card. A launch that fails or
 takes longer than `timeout` seconds shows its last lines, the others go on, and the exit code is 1.
 """
@@ -27,7 +29,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -226,10 +228,15 @@ def leave(*_: Any) -> None:
     sys.exit("asked to end")
 
 
-def launch(
-    recipe: Path, shape: Shape, backend: str, count: int, work: Path, options: dict[str, str]
-) -> tuple[list[dict[str, Any]], float]:
-    """(logged lines, seconds from the start to the first of them) of one training, or UserError with its last words."""
+class Start(NamedTuple):
+    """What one training logged, and after how many seconds first."""
+
+    lines: list[dict[str, Any]]
+    seconds: float
+
+
+def launch(recipe: Path, shape: Shape, backend: str, count: int, work: Path, options: dict[str, str]) -> Start:
+    """One training, or UserError with its last words."""
     steps, run_dir = int(options["steps"]), work / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
     config = ROOT / "recipes" / "accelerate" / f"{backend}.yaml"
@@ -250,7 +257,7 @@ def launch(
                 if lines and not first:
                     first = time.perf_counter() - begun
                 if lines and lines[-1]["step"] >= steps:
-                    return lines, first
+                    return Start(lines, first)
                 if process.poll() is not None:
                     break
                 time.sleep(0.1)
@@ -288,9 +295,17 @@ def figures(lines: list[dict[str, Any]], shape: Shape, count: int, warm: int) ->
     }
 
 
+def over(starts: list[Start], shape: Shape, count: int, warm: int) -> dict[str, Any]:
+    """Figures of an arm's starts together, and what each was like."""
+    speeds = [figures(one.lines, shape, count, warm)["tokens_per_s"] for one in starts]
+    lines = [line for one in starts for line in one.lines]
+    seconds = round(statistics.median(one.seconds for one in starts), 1)
+    return figures(lines, shape, count, warm) | {"starts": speeds, "start_s": seconds, "lines": lines}
+
+
 def show(results: list[dict[str, Any]]) -> None:
     head = f"{'shape':>10}{'backend':>9}{'N':>3}{'tokens/s':>12}{'of N=1':>8}{'of ddp 1':>9}{'ms/step':>10}"
-    print(f"\n{head}{'target':>8}{'drafter':>9}{'other':>7}{'peak GiB':>10}{'start s':>9}")
+    print(f"\n{head}{'target':>8}{'drafter':>9}{'other':>7}{'peak GiB':>10}{'start s':>9}  tokens/s of each start")
     alone = {(r["shape"], r["backend"]): r["tokens_per_s"] for r in results if r["processes"] == 1}
     for r in results:
         bases = [alone.get((r["shape"], backend)) for backend in (r["backend"], "ddp")]
@@ -300,6 +315,7 @@ def show(results: list[dict[str, Any]]) -> None:
         print(
             f"{r['shape']:>10}{r['backend']:>9}{r['processes']:>3}{r['tokens_per_s']:>12,.0f}{ratios}"
             f"{r['ms_a_step']:>10,.1f}{shares}{r['peak_gib']:>10.1f}{r['start_s']:>9.0f}"
+            f"  {', '.join(f'{speed:,.0f}' for speed in r['starts'])}"
         )
 
 
@@ -327,25 +343,30 @@ def counts_of(words: str, device: torch.device) -> list[int]:
 
 def bench(options: dict[str, str], counts: list[int], work: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """What was measured, and which arms failed. One arm runs at a time."""
-    steps, results, failed = int(options["steps"]), [], []
+    steps, warm, results, failed = int(options["steps"]), int(options["warm"]), [], []
     for name in options["shapes"].split(","):
         shape = SHAPES[name]
         if int(options["tokens"]):
             shape = replace(shape, tokens=int(options["tokens"]))
         recipe = prepare(name, shape, work, int(max(counts) * shape.tokens * (1.1 * steps + 8)), options)
-        for backend, count in ((b, n) for b in options["backends"].split(",") for n in counts):
-            arm = {"shape": name, "backend": backend, "processes": count, "tokens": shape.tokens}
+        arms = [(backend, count) for backend in options["backends"].split(",") for count in counts]
+        started: dict[tuple[str, int], list[Start]] = {arm: [] for arm in arms}
+        for backend, count in arms * int(options["starts"]):
             try:
-                lines, start = launch(recipe, shape, backend, count, work, options)
+                one = launch(recipe, shape, backend, count, work, options)
             except UserError as error:
                 print(f"{name} {backend} {count}: {error}", flush=True)
                 failed.append(f"{name} {backend} {count}")
                 continue
-            found = figures(lines, shape, count, int(options["warm"]))
-            results.append(arm | found | {"start_s": round(start, 1), "lines": lines})
+            started[backend, count].append(one)
+            found = figures(one.lines, shape, count, warm)
             speed = f"{found['tokens_per_s']:,.0f} tokens/s, {found['ms_a_step']:,.1f} ms a step"
-            other = f"other {found['other']:.1%}, first line after {start:.0f} s"
+            other = f"other {found['other']:.1%}, first line after {one.seconds:.0f} s"
             print(f"{name} {backend} {count}: {speed}, {other}", flush=True)
+        for (backend, count), starts in started.items():
+            if starts:
+                arm = {"shape": name, "backend": backend, "processes": count, "tokens": shape.tokens}
+                results.append(arm | over(starts, shape, count, warm))
     return results, failed
 
 
@@ -353,10 +374,11 @@ def main(argv: list[str]) -> None:
     gpu = torch.cuda.is_available()
     options = {
         "shapes": "smollm2,qwen3-8b" if gpu else "tiny", "backends": "ddp,zero2", "processes": "1,2,4", "tokens": "0",
-        "steps": "30", "warm": "10", "every": "5", "work": "", "timeout": "150", "device": "auto", "out": "",
+        "steps": "30", "warm": "10", "every": "5", "starts": "1", "work": "", "timeout": "150", "device": "auto",
+        "out": "",
     }  # fmt: skip
     known = {"shapes": [*SHAPES], "backends": BACKENDS, "device": ("auto", "cpu", "cuda")}
-    options = words(argv, options, str(__doc__), known, "steps every timeout")
+    options = words(argv, options, str(__doc__), known, "steps every starts timeout")
     if int(options["steps"]) < int(options["warm"]) + int(options["every"]):
         raise UserError("steps must be at least warm + every: else no line is left to take the median of")
     if 0 < int(options["tokens"]) < LEAST_TOKENS:
@@ -375,7 +397,7 @@ def main(argv: list[str]) -> None:
         write_json(Path(options["out"]), written)
         print(json.dumps({"written": options["out"]}))
     if failed:
-        sys.exit(f"failed: {', '.join(failed)}")
+        sys.exit(f"failed: {', '.join(dict.fromkeys(failed))}")
 
 
 if __name__ == "__main__":

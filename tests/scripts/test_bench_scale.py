@@ -9,7 +9,7 @@ import pytest
 from recipes.schema import UserError
 from scripts import bench_scale
 
-SHORT = ["shapes=tiny", "steps=4", "warm=2", "every=1", "device=cpu", "backends=ddp"]
+SHORT = ["shapes=tiny", "steps=4", "warm=2", "every=1", "starts=2", "device=cpu", "backends=ddp"]
 
 
 @pytest.mark.slow
@@ -25,7 +25,8 @@ def test_two_processes_are_measured_and_a_failed_launch_is_told(
     written = json.loads(out.read_text())
     (result,) = written["results"]  # 64 processes are more than there are
     assert (result["backend"], result["processes"]) == ("ddp", 2) and "CPU" in written["hardware"]
-    assert [line["step"] for line in result["lines"]][:4] == [1, 2, 3, 4]
+    steps = [line["step"] for line in result["lines"]]
+    assert steps[:4] == [1, 2, 3, 4] and steps.count(1) == len(result["starts"]) == 2
     assert result["filled"] > 0.9, "a step is a full micro-batch of each process"
     assert result["tokens_per_s"] > 0 and 0 < result["target"] + result["drafter"] <= 1
     said = capsys.readouterr().out
@@ -48,11 +49,18 @@ def test_figures_are_medians_behind_the_warm_up() -> None:
     assert found["other"] == pytest.approx(0.05)
 
 
+def test_an_arm_is_the_median_of_all_its_starts() -> None:
+    starts = [bench_scale.Start([line(1, 9.0), line(2, speed), line(3, speed + 2)], seconds)
+              for speed, seconds in ((100.0, 40.0), (300.0, 20.0), (200.0, 30.0))]  # fmt: skip
+    found = bench_scale.over(starts, bench_scale.SHAPES["tiny"], 1, warm=1)
+    assert (found["tokens_per_s"], found["starts"], found["start_s"]) == (201.0, [101.0, 301.0, 201.0], 30.0)
+
+
 def test_ratios_are_to_one_process_of_the_backend_and_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
     arms = [("ddp", 1, 100.0), ("ddp", 2, 190.0), ("zero2", 1, 80.0), ("zero2", 2, 160.0)]
     results = [
-        bench_scale.figures([line(1, speed)], bench_scale.SHAPES["tiny"], count, 0)
-        | {"shape": "tiny", "backend": backend, "processes": count, "start_s": 1.0}
+        bench_scale.over([bench_scale.Start([line(1, speed)], 1.0)], bench_scale.SHAPES["tiny"], count, 0)
+        | {"shape": "tiny", "backend": backend, "processes": count}
         for backend, count, speed in arms
     ]
     bench_scale.show(results)
