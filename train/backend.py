@@ -1,7 +1,7 @@
 """What runs the objective: one process, DDP, or DeepSpeed ZeRO-1, 2 and 3, with or without offload to the CPU.
 
-Everything here that knows DeepSpeed's insides is about state: parameters and AdamW's moments by name, whole, in and out
-of whatever partition the backend keeps them in.
+What here knows DeepSpeed's insides clips its parts of the gradients, and brings state, parameters and AdamW's moments
+by name, whole, in and out of whatever partition the backend keeps them in.
 """
 
 import os
@@ -48,6 +48,12 @@ def make_accelerator(device: torch.device, clip: float) -> Accelerator:
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         unset_hf_deepspeed_config()  # by which transformers would partition a target that is loaded under ZeRO-3
         config = accelerator.state.deepspeed_plugin.deepspeed_config
+        for kind in ("fp16", "bf16"):
+            if config.get(kind, {}).get("enabled") is True:
+                raise UserError(
+                    f"{kind} is enabled in the DeepSpeed file. Take it out: train.precision asks for bf16, an autocast "
+                    "over fp32 parameters, and nothing here knows DeepSpeed's scale of the loss."
+                )
         config["gradient_clipping"] = clip
         if clips_parts(accelerator):
             config["gradient_clipping"], config["zero_optimization"]["compute_grad_norm"] = 0.0, False
@@ -87,7 +93,8 @@ def clips_parts(accelerator: Accelerator) -> bool:
 
 def clip_parts(engine: Any, clip: float) -> Tensor:
     """Under ZeRO-1 and 2, between backward and step: scale this process's part of the averaged gradients so that their
-    norm over all processes is at most `clip`; returns that norm before."""
+    norm over all processes is at most `clip`; returns that norm before. A gradient that is no number spoils the
+    parameters, as under DDP: the guard stops the run before they are saved."""
     parts = [part for group in engine.optimizer.averaged_gradients.values() for part in group]
     square = torch.nn.utils.get_total_norm(parts).square()
     torch.distributed.all_reduce(square)
@@ -121,6 +128,8 @@ def gather(drafter: nn.Module, optimizer: torch.optim.Optimizer, engine: Any) ->
         return model, moments, count
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    if engine.zero_optimization_stage() < 3:
+        _link(engine.optimizer)
     moments = {kind: {} for kind in MOMENTS}
     for name, p in trained.items():
         model[name] = _own(safe_get_full_fp32_param(p))
@@ -149,8 +158,7 @@ def restore_optimizer(
     from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
 
     # ZeRO keeps flat fp32 partitions and makes AdamW's state lazily at the first step: make it now, as that first step
-    # would, then fill it by name. Stage 3 finds a parameter's place in them by itself, stages 1 and 2 through links
-    # that they make after the first step
+    # would, then fill it by name. Stage 3 finds a parameter's place in them by itself
     zero = engine.optimizer
     partitioned = engine.zero_optimization_stage() == 3
     groups = [zero.fp32_partitioned_groups_flat] if partitioned else [g["params"] for g in zero.optimizer.param_groups]
@@ -158,7 +166,7 @@ def restore_optimizer(
         blank = {kind: torch.zeros_like(flat) for kind in MOMENTS}
         zero.optimizer.state[flat] = {"step": torch.tensor(float(count), device=flat.device), **blank}
     if not partitioned:
-        zero._lazy_init_hp_params_optimizer_state()
+        _link(zero)
     for name, p in trained.items():
         for kind in MOMENTS:
             whole = moments[kind][name].to(flat.device)
@@ -166,6 +174,13 @@ def restore_optimizer(
                 safe_set_local_optimizer_state(p, _partition(whole, p.ds_tensor.numel()), kind)
             else:
                 safe_set_full_optimizer_state(p, whole, kind)
+
+
+def _link(zero: Any) -> None:
+    """ZeRO-1 and 2 find a parameter's AdamW state through links. They make them once, behind the first step of the
+    first group of parameters, when the others have no state yet: so they are made anew."""
+    zero._hp_optimizer_states_linked = False
+    zero._lazy_init_hp_params_optimizer_state()
 
 
 def _partition(whole: Tensor, size: int) -> Tensor:

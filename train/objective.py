@@ -229,7 +229,7 @@ class UnrollLoss(Objective):
         def teacher(rows: slice) -> Tensor:
             return self.target.logits(x.final_mH[rows], head)
 
-        teaching = Teaching(
+        taught = Teaching(
             teacher, x.lse_m, slots.order_n, slots.teacher_n, slots.teacher_on_host, scale_n, self.loss, dtype
         )
         with torch.autocast(x.ids_T.device.type, torch.bfloat16, enabled=self.bf16):
@@ -238,7 +238,7 @@ class UnrollLoss(Objective):
                 x.taps_TC.to(dtype), embed_UH, self.steps, x.documents, slots.asking, self.recompute
             )
             total, judged = self.drafter.into_head(
-                torch.cat(list(states)), lambda h, weight: fused_loss(h, weight, teaching)
+                torch.cat(list(states)), lambda h, weight: fused_loss(h, weight, taught)
             )
         return total, self._sums(x, judged)
 

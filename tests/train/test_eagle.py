@@ -289,6 +289,17 @@ def test_two_processes_end_to_end(config: str, arguments: list[str], run_dir: Pa
 
 
 @pytest.mark.slow
+def test_a_deepspeed_file_that_scales_the_loss_is_refused(arguments: list[str], tmp_path: Path) -> None:
+    settings = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 1}
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
+    with_file = ("--use_deepspeed", "--deepspeed_config_file", "ds.json", "--num_processes", "1")
+    launcher = ("-m", "accelerate.commands.launch", *with_file)
+    done = command(*arguments, "run_dir=run", cwd=tmp_path, launcher=launcher)
+    assert done.returncode != 0 and not (tmp_path / "run").exists()
+    assert "error: fp16 is enabled in the DeepSpeed file" in done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["ddp.yaml", "zero3.yaml"])
 def test_two_processes_write_and_read_states_on_disk(arguments: list[str], tmp_path: Path, config: str) -> None:
     """Each writes its share, the target sharded or not, and reads its own rows; the curve is that of one process."""

@@ -24,7 +24,8 @@ from train.checkpoint import MOMENTS, Store
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(path.name for path in (ROOT / "recipes" / "accelerate").glob("*.yaml"))
 SHORT: dict[str, Any] = {"max_steps": 8, "save_every": 4, "epochs": 1}
-TWENTY: dict[str, Any] = {"max_steps": 20, "save_every": 10, "epochs": 1}
+# weight decay: two groups of parameters
+TWENTY: dict[str, Any] = {"max_steps": 20, "save_every": 10, "epochs": 1, "weight_decay": 0.1, "clip": 0.05}
 
 
 def launch(model: Path, plan: list[dict[str, Any]], folder: Path, *more: str) -> subprocess.CompletedProcess[str]:

@@ -87,9 +87,9 @@ class StoppingLoop(Loop):
             raise Stop
 
 
-def accelerator() -> Accelerator:
+def accelerator(clip: float = 0.5) -> Accelerator:
     """Under ZeRO-3 the smallest parameters are partitioned too: by its own settings all of these would stay whole."""
-    made = make_accelerator(torch.device("cpu"), 0.5)
+    made = make_accelerator(torch.device("cpu"), clip)
     if zero_stage(made) == 3:
         zero = made.state.deepspeed_plugin.deepspeed_config["zero_optimization"]
         zero["stage3_param_persistence_threshold"] = 0
@@ -110,7 +110,8 @@ def run(
     keep = 0 if target.sharded else 2**20
     trained = objective(target, keep_bytes=keep)
     trained.recompute = bool(train.get("recompute"))
-    loop = StoppingLoop(recipe(**train), trained, data or rows(), accelerator(), run_dir)
+    asked = recipe(**train)
+    loop = StoppingLoop(asked, trained, data or rows(), accelerator(asked.train.clip), run_dir)
     loop.stop_after, loop.spoil = stop_after, spoil or {}
     try:
         loop.run(identity, None, {})
