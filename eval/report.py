@@ -247,7 +247,11 @@ def category_table(tables: list[Table]) -> str:
             pace = f", {clean['speedup']:.2f}x" if clean["speedup"] is not None else ""
             cells.append(f"{clean['tau']:.2f}{pace}" if clean["prompts"] else "all loop")
         first = shown[0]["categories"][name]
-        rows.append(f"| {name} | {first['prompts']} | {first['loops']['flagged']} | " + " | ".join(cells) + " |")
+        rows.append(
+            f"| {' '.join(name.split()).replace('|', '/')} | {first['prompts']} | {first['loops']['flagged']} | "
+            + " | ".join(cells)
+            + " |"
+        )
     return "\n".join(rows) + "\n\ntau, and speed-up where timed; flagged loops left out."
 
 

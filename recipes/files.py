@@ -132,7 +132,8 @@ def locked(folder: Path, work: str, waits: bool = False) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             if not waits:
-                raise UserError(f"{folder}: another process is {work}. Wait for it, or stop it.") from error
+                hint = "Wait for it, or stop it (a launcher that was killed leaves its workers running)."
+                raise UserError(f"{folder}: another process is {work}. {hint}") from error
             print(f"{folder}: waiting for another process, which is {work}", flush=True)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield

@@ -236,9 +236,12 @@ def test_prompts_beyond_the_models_limit_are_named_and_the_others_answered(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mixed = world.folder / "mixed.jsonl"
-    lines = [{"id": "long", "turns": ["fox " * 600]}, {"id": "short", "turns": ["a b c"]}]
+    lines = [{"id": "long", "turns": ["fox " * 600]}, {"id": "short", "category": "a|b\nc", "turns": ["a b c"]}]
     mixed.write_text("\n".join(map(json.dumps, lines)))
     entry(run.main, world.arguments(f"prompts={mixed}", "decoder=chain", "eval.lossless=-1"))
+    assert "prompts: 1 of 2 left out, longer than 486 tokens (long)" in capsys.readouterr().out
+    report = (world.folder / "out" / "report.md").read_text()
+    assert "| a/b c | 1 |" in report, "a category's name leaves the table whole"
     result = json.loads((world.folder / "out" / "results.json").read_text())
     assert [row["id"] for row in result["per_prompt"]] == ["short"]
     assert [(row["id"], row["limit"]) for row in result["skipped"]] == [("long", 512 - 10 - 16)]
