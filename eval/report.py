@@ -247,11 +247,8 @@ def category_table(tables: list[Table]) -> str:
             pace = f", {clean['speedup']:.2f}x" if clean["speedup"] is not None else ""
             cells.append(f"{clean['tau']:.2f}{pace}" if clean["prompts"] else "all loop")
         first = shown[0]["categories"][name]
-        rows.append(
-            f"| {' '.join(name.split()).replace('|', '/')} | {first['prompts']} | {first['loops']['flagged']} | "
-            + " | ".join(cells)
-            + " |"
-        )
+        label = " ".join(name.split()).replace("|", "/")  # one cell, whatever a prompts file calls it
+        rows.append(f"| {label} | {first['prompts']} | {first['loops']['flagged']} | " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n\ntau, and speed-up where timed; flagged loops left out."
 
 
