@@ -3,7 +3,7 @@
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,17 +108,20 @@ def encode(target: Target, recipe: Recipe, prompt: Prompt, answers: Sequence[str
     return prompt_ids(target.tokenizer, prompt.messages(answers), prompt.arguments(recipe.target.template_args))
 
 
-def check_prompts(target: Source | Target, tokenizer: Any, recipe: Recipe, prompts: Sequence[Prompt]) -> list[str]:
-    """Refuse limits that leave no prompt to measure; needs no weights. Returns the prompts that will be left out since
-    their first turn is too long already."""
-    check_room(target, recipe.eval)
+def too_long(target: Source | Target, tokenizer: Any, recipe: Recipe, prompts: Sequence[Prompt]) -> Iterator[bool]:
+    """Of each prompt, whether its first turn alone is more than what is taken; needs no weights."""
     limit, args = longest_prompt(target, recipe.eval), recipe.target.template_args
-    long = [p.id for p in prompts if len(prompt_ids(tokenizer, p.messages(), p.arguments(args))) > limit]
-    if len(long) == len(prompts):
+    return (len(prompt_ids(tokenizer, p.messages(), p.arguments(args))) > limit for p in prompts)
+
+
+def check_prompts(target: Source | Target, tokenizer: Any, recipe: Recipe, prompts: Sequence[Prompt]) -> None:
+    """Refuse limits that leave no prompt to measure; needs no weights."""
+    check_room(target, recipe.eval)
+    if all(too_long(target, tokenizer, recipe, prompts)):
+        limit = longest_prompt(target, recipe.eval)
         raise UserError(
             f"every prompt is longer than {limit} tokens. Raise eval.max_prompt, or lower eval.max_new_tokens"
         )
-    return long
 
 
 def longest_prompt(target: Source | Target, e: EvalConfig) -> int:

@@ -6,6 +6,7 @@ Everything that can be refused is refused before weights load; results appear wh
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from omegaconf import OmegaConf
 from data_prep.prompts import Prompt, load_prompts
 from eval import calibrated, harness, sweep, tune, tunings
 from eval.drafters import Drafter, fitted, served
-from eval.outcome import check_prompts, disjoint, longest_prompt, warmup_prompts
+from eval.outcome import check_prompts, disjoint, longest_prompt, too_long, warmup_prompts
 from eval.plan import Entry, batch_sizes, check_settings, describe, plan
 from models.device import choose_device, choose_dtype
 from models.flex_layout import check_flexdraft, is_flexdraft, load_flexdraft, read_config
@@ -98,9 +99,10 @@ def check(recipe: Recipe) -> list[Prompt]:
     if recipe.eval.tune is not False and needs_drafter(recipe):
         tunings.check(drafter_folder(recipe))
     if source is not None:
-        long = check_prompts(source, load_tokenizer(source, recipe.target.trust_remote_code), recipe, prompts)
-        if long:
-            limit, names = longest_prompt(source, recipe.eval), ", ".join(long[:12])
+        tokenizer = load_tokenizer(source, recipe.target.trust_remote_code)
+        check_prompts(source, tokenizer, recipe, prompts)
+        if long := [*compress(prompts, too_long(source, tokenizer, recipe, prompts))]:
+            limit, names = longest_prompt(source, recipe.eval), ", ".join(prompt.id for prompt in long[:12])
             print(f"prompts: {len(long)} of {len(prompts)} left out, longer than {limit} tokens ({names})", flush=True)
     return prompts
 

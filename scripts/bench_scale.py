@@ -270,9 +270,10 @@ def launch(recipe: Path, shape: Shape, backend: str, count: int, work: Path, opt
         raise UserError("\n".join([f"the training {why}", *dict.fromkeys(errors), "its last lines:", *output[-40:]]))
 
 
-def figures(lines: list[dict[str, Any]], shape: Shape, count: int, warm: int) -> dict[str, Any]:
-    """Medians over the lines behind the warm-up; a step is one micro-batch of each process."""
-    steady = [line for line in lines if line["step"] > warm]
+def figures(starts: list[Start], shape: Shape, count: int, warm: int) -> dict[str, Any]:
+    """Medians over the lines behind the warm-up, of all starts of an arm; a step is one micro-batch of each process."""
+    behind = [[line for line in one.lines if line["step"] > warm] for one in starts]
+    steady = [line for lines in behind for line in lines]
 
     def middle(key: str) -> float:
         return statistics.median(line[key] for line in steady)
@@ -292,15 +293,10 @@ def figures(lines: list[dict[str, Any]], shape: Shape, count: int, warm: int) ->
         "of_peak": middle("of_peak") if "of_peak" in steady[0] else None,
         "peak_gib": max(line["peak_gib"] for line in steady),
         "loss": steady[-1]["loss"],
+        "starts": [statistics.median(line["tokens_per_s"] for line in lines) for lines in behind],
+        "start_s": round(statistics.median(one.seconds for one in starts), 1),
+        "lines": [line for one in starts for line in one.lines],
     }
-
-
-def over(starts: list[Start], shape: Shape, count: int, warm: int) -> dict[str, Any]:
-    """Figures of an arm's starts together, and what each was like."""
-    speeds = [figures(one.lines, shape, count, warm)["tokens_per_s"] for one in starts]
-    lines = [line for one in starts for line in one.lines]
-    seconds = round(statistics.median(one.seconds for one in starts), 1)
-    return figures(lines, shape, count, warm) | {"starts": speeds, "start_s": seconds, "lines": lines}
 
 
 def show(results: list[dict[str, Any]]) -> None:
@@ -352,21 +348,21 @@ def bench(options: dict[str, str], counts: list[int], work: Path) -> tuple[list[
         arms = [(backend, count) for backend in options["backends"].split(",") for count in counts]
         started: dict[tuple[str, int], list[Start]] = {arm: [] for arm in arms}
         for backend, count in arms * int(options["starts"]):
+            label = f"{name} {backend} {count}"
             try:
                 one = launch(recipe, shape, backend, count, work, options)
             except UserError as error:
-                print(f"{name} {backend} {count}: {error}", flush=True)
-                failed.append(f"{name} {backend} {count}")
+                print(f"{label}: {error}", flush=True)
+                failed.append(label)
                 continue
             started[backend, count].append(one)
-            found = figures(one.lines, shape, count, warm)
+            found = figures([one], shape, count, warm)
             speed = f"{found['tokens_per_s']:,.0f} tokens/s, {found['ms_a_step']:,.1f} ms a step"
-            other = f"other {found['other']:.1%}, first line after {one.seconds:.0f} s"
-            print(f"{name} {backend} {count}: {speed}, {other}", flush=True)
+            print(f"{label}: {speed}, other {found['other']:.1%}, first line after {one.seconds:.0f} s", flush=True)
         for (backend, count), starts in started.items():
             if starts:
                 arm = {"shape": name, "backend": backend, "processes": count, "tokens": shape.tokens}
-                results.append(arm | over(starts, shape, count, warm))
+                results.append(arm | figures(starts, shape, count, warm))
     return results, failed
 
 

@@ -50,9 +50,9 @@ def make_accelerator(device: torch.device, clip: float) -> Accelerator:
         config = accelerator.state.deepspeed_plugin.deepspeed_config
         for kind in ("fp16", "bf16"):
             if config.get(kind, {}).get("enabled") is True:
-                raise UserError(
-                    f"{kind} is enabled in the DeepSpeed file. Take it out: train.precision asks for bf16, an autocast "
-                    "over fp32 parameters, and nothing here knows DeepSpeed's scale of the loss."
+                raise UserError(  # and `clip_parts` would not know by what fp16 scales the loss
+                    f"{kind} is enabled in the DeepSpeed file. Take it out: parameters are fp32 here, and "
+                    "train.precision asks for bf16, as an autocast over them."
                 )
         config["gradient_clipping"] = clip
         if clips_parts(accelerator):

@@ -42,7 +42,7 @@ def line(step: int, speed: float, target: float = 0.25) -> dict[str, Any]:
 def test_figures_are_medians_behind_the_warm_up() -> None:
     shape = bench_scale.SHAPES["tiny"]
     lines = [line(5, 1.0, 0.0), line(10, 1000.0, 0.2), line(15, 2000.0), line(20, 8000.0)]
-    found = bench_scale.figures(lines, shape, 2, warm=5)
+    found = bench_scale.figures([bench_scale.Start(lines, 1.0)], shape, 2, warm=5)
     assert (found["tokens_per_s"], found["low_high"], found["peak_gib"]) == (2000.0, [1000.0, 8000.0], 20)
     # half of two micro-batches a step
     assert found["ms_a_step"] == 1e3 * 0.5 * 2 * shape.tokens / 2000
@@ -52,14 +52,14 @@ def test_figures_are_medians_behind_the_warm_up() -> None:
 def test_an_arm_is_the_median_of_all_its_starts() -> None:
     starts = [bench_scale.Start([line(1, 9.0), line(2, speed), line(3, speed + 2)], seconds)
               for speed, seconds in ((100.0, 40.0), (300.0, 20.0), (200.0, 30.0))]  # fmt: skip
-    found = bench_scale.over(starts, bench_scale.SHAPES["tiny"], 1, warm=1)
+    found = bench_scale.figures(starts, bench_scale.SHAPES["tiny"], 1, warm=1)
     assert (found["tokens_per_s"], found["starts"], found["start_s"]) == (201.0, [101.0, 301.0, 201.0], 30.0)
 
 
 def test_ratios_are_to_one_process_of_the_backend_and_of_ddp(capsys: pytest.CaptureFixture[str]) -> None:
     arms = [("ddp", 1, 100.0), ("ddp", 2, 190.0), ("zero2", 1, 80.0), ("zero2", 2, 160.0)]
     results = [
-        bench_scale.over([bench_scale.Start([line(1, speed)], 1.0)], bench_scale.SHAPES["tiny"], count, 0)
+        bench_scale.figures([bench_scale.Start([line(1, speed)], 1.0)], bench_scale.SHAPES["tiny"], count, 0)
         | {"shape": "tiny", "backend": backend, "processes": count}
         for backend, count, speed in arms
     ]
